@@ -1,0 +1,119 @@
+// Gradients -> bucket [world, stride] in one pass: cast to the wire dtype, non-finite bits per
+// parameter and squares per chunk, zeros for absent parameters and padding. Contract: ops.h.
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "bucket_walk.cuh"
+#include "finite_sums.cuh"
+#include "launch.h"
+#include "launch_kernel.cuh"
+#include "vector_io.cuh"
+
+namespace dynzero {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kMinBlocks = 4;  // of a multiprocessor: caps the registers
+constexpr int kUnroll = 4;     // packs in flight per thread
+
+template <typename Grad, typename Wire, int N>
+__device__ __forceinline__ void cast_pack(const Pack<Grad, N>& from, Pack<Wire, N>& to,
+                                          FiniteSum& sum) {
+  if constexpr (std::is_same_v<Grad, Wire>) {
+    to = from;
+  } else {
+    Accumulator<Grad> x[N];
+    unpack_values(from, x);
+    pack_values(to, x);
+  }
+  Accumulator<Wire> y[N];
+  unpack_values(to, y);
+  sum.add(y);
+}
+
+template <typename Grad, typename Wire>
+__global__ void __launch_bounds__(kThreads, kMinBlocks)
+    pack_grads_kernel(const PackGrads args) {
+  // The wider side moves 16 bytes at a time. A pack never crosses into the next piece: pieces are
+  // multiples of 16 bytes of the wire dtype.
+  constexpr int N = 16 / static_cast<int>(sizeof(Grad) > sizeof(Wire) ? sizeof(Grad) : sizeof(Wire));
+  const Chunk chunk = args.work.chunks[blockIdx.x];
+  const Row& row = args.work.rows[chunk.row()];
+  const int64_t begin = chunk.start();
+  const int64_t left = args.world * row.piece - begin;
+  const int count = static_cast<int>(left < kChunk ? left : kChunk);
+  const BucketWalk walk(row, begin, count, args.stride);
+
+  const Grad* grad = reinterpret_cast<const Grad*>(args.grad_ptrs[row.param]);
+  const int64_t present = grad == nullptr ? 0 : row.numel - begin;
+  const int live = static_cast<int>(present < 0 ? 0 : present < count ? present : count);
+  grad += begin;
+  Wire* bucket = static_cast<Wire*>(args.bucket);
+  const bool bucket_aligned = pack_aligned<N>(bucket) && args.stride % N == 0 && row.offset % N == 0;
+  const bool grad_aligned = pack_aligned<N>(grad);
+
+  FiniteSum sum;
+  for (int tile = 0; tile < count; tile += kThreads * kUnroll * N) {
+    Pack<Grad, N> packs[kUnroll];
+    load_tile<kReadOnlyHint, kThreads>(packs, grad, tile, live, grad_aligned);
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) {
+      const int i = tile_index<kThreads, N>(tile, k);
+      if (i >= count) break;
+      Pack<Wire, N> slot;
+      cast_pack(packs[k], slot, sum);
+      Wire* to = bucket + walk.at(i);
+      if (bucket_aligned) {
+        store_pack(to, slot);
+      } else {
+        store_elements(to, slot, N);
+      }
+    }
+  }
+  double* partial = args.partials == nullptr ? nullptr : args.partials + blockIdx.x;
+  publish<kThreads>(sum, partial, args.nonfinite + row.param);
+}
+
+// -------------------------------------------------------------------------------------------------
+
+template <typename Grad, typename Wire>
+cudaError_t launch(const PackGrads& args, cudaStream_t stream) {
+  return launch_kernel(pack_grads_kernel<Grad, Wire>, args.work.num_chunks, kThreads, stream, args);
+}
+
+template <typename Grad>
+cudaError_t launch_to(const PackGrads& args, ElementType wire, cudaStream_t stream) {
+  switch (wire) {
+    case ElementType::kHalf:
+      return launch<Grad, c10::Half>(args, stream);
+    case ElementType::kBFloat16:
+      return launch<Grad, c10::BFloat16>(args, stream);
+    case ElementType::kFloat:
+      return launch<Grad, float>(args, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_pack_grads(const PackGrads& args, ElementType grad, ElementType wire,
+                              cudaStream_t stream) {
+  switch (grad) {
+    case ElementType::kHalf:
+      return launch_to<c10::Half>(args, wire, stream);
+    case ElementType::kBFloat16:
+      return launch_to<c10::BFloat16>(args, wire, stream);
+    case ElementType::kFloat:
+      return launch_to<float>(args, wire, stream);
+    case ElementType::kDouble:
+      if (wire != ElementType::kDouble) return cudaErrorInvalidValue;
+      return launch<double, double>(args, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace dynzero
