@@ -1,9 +1,8 @@
 // From sums per parameter to the rank's record (summarize_shard), and from all ranks' records to
-// the step's status, step counts and loss scale (begin_step). One block each: the work is small, and
-// a single block needs no second pass to keep the order of the sums fixed. Contract: ops.h.
-#include <cub/block/block_reduce.cuh>
-
+// the step's status, step counts and loss scale (begin_step). One block each: the work is small,
+// and a single block needs no second pass to keep the order of the sums fixed. Contract: ops.h.
 #include <cstdint>
+#include <cub/block/block_reduce.cuh>
 
 #include "launch.h"
 #include "launch_kernel.cuh"
@@ -23,13 +22,13 @@ struct Smaller {
 __global__ void __launch_bounds__(kThreads) summarize_shard_kernel(const SummarizeShard args) {
   const double scale = args.scale_state[kScaleValue];
   double sum = 0;
-  int64_t first = args.num_rows;
+  int64_t first = INT64_MAX;
 #pragma unroll 4
   for (int64_t i = threadIdx.x; i < args.num_rows; i += kThreads) {
     const Row& row = args.rows[i];
     const double divisor = static_cast<double>(row.divisor) * scale;
     sum += args.sumsq[row.param] / (divisor * divisor);
-    if (args.nonfinite[row.param] != 0 && i < first) first = i;
+    first = Smaller()(first, offender_key(args.nonfinite[row.param], row.param));
   }
   using Sum = cub::BlockReduce<double, kThreads>;
   using First = cub::BlockReduce<int64_t, kThreads>;
@@ -38,11 +37,8 @@ __global__ void __launch_bounds__(kThreads) summarize_shard_kernel(const Summari
   sum = Sum(sum_storage).Sum(sum);
   first = First(first_storage).Reduce(first, Smaller());
   if (threadIdx.x != 0) return;
-  const int64_t param = first < args.num_rows ? args.rows[first].param : -1;
   args.record[kRecordSumSq] = sum;
-  args.record[kRecordParam] = static_cast<double>(param);
-  args.record[kRecordKind] = param < 0 ? 0 : args.nonfinite[param];
-  args.record[kRecordSpare] = 0;
+  write_offender(first, args.nonfinite, args.record);
 }
 
 __global__ void __launch_bounds__(kThreads) begin_step_kernel(const BeginStep args) {
@@ -52,6 +48,7 @@ __global__ void __launch_bounds__(kThreads) begin_step_kernel(const BeginStep ar
   __shared__ double status[kStatusFields];
   constexpr int64_t kRanks = kThreads / kRecordColumns;
   double sumsq = 0;
+  bool from_sum = false;
   if (threadIdx.x == 0) clear_status(status);
   for (int64_t base = 0; base < args.world; base += kRanks) {
     const int64_t i = base * kRecordColumns + threadIdx.x;
@@ -60,7 +57,7 @@ __global__ void __launch_bounds__(kThreads) begin_step_kernel(const BeginStep ar
     __syncthreads();
     if (threadIdx.x != 0) continue;
     for (int64_t rank = base; rank < args.world && rank < base + kRanks; ++rank) {
-      add_record(records + (rank - base) * kRecordColumns, rank, sumsq, status);
+      add_record(records + (rank - base) * kRecordColumns, rank, sumsq, from_sum, status);
     }
   }
   if (threadIdx.x == 0) {

@@ -3,9 +3,8 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
-#include <cub/block/block_reduce.cuh>
-
 #include <cstdint>
+#include <cub/block/block_reduce.cuh>
 
 #include "finite_sums.cuh"
 #include "launch.h"
@@ -24,24 +23,33 @@ template <typename Grad>
 __global__ void __launch_bounds__(kThreads, kMinBlocks) check_shard_kernel(const CheckShard args) {
   constexpr int N = 16 / static_cast<int>(sizeof(Grad));
   const Chunk chunk = args.work.chunks[blockIdx.x];
-  const Row& row = args.work.rows[chunk.row()];
+  const Row row = args.work.rows[chunk.row()];
   const int64_t begin = chunk.start();
   const Grad* grad = reinterpret_cast<const Grad*>(args.grad_ptrs[row.param]);
-  const int64_t left = grad == nullptr ? 0 : row.own_numel - begin;
-  const int count = static_cast<int>(left < kChunk ? left : kChunk);
+  const int owned = chunk_count(row.own_numel - begin);
+  const int count = grad == nullptr ? 0 : owned;
   grad += begin;
-  const bool aligned = pack_aligned<N>(grad);
 
   FiniteSum sum;
-  for (int tile = 0; tile < count; tile += kThreads * kUnroll * N) {
+  const int whole = whole_packs<N>(count, pack_aligned<N>(grad));
+  for (int tile = 0; tile < whole; tile += kThreads * kUnroll * N) {
     Pack<Grad, N> packs[kUnroll];
-    load_tile<kReadOnlyHint, kThreads>(packs, grad, tile, count, aligned);
+    load_tile<kReadOnlyHint, kThreads>(packs, grad, tile, whole);
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
       Accumulator<Grad> x[N];
       unpack_values(packs[k], x);
-      sum.add(x);  // zeros beyond count
+      sum.add(x);  // zeros beyond the whole packs
     }
+  }
+  for (int tile = tail_tile<kThreads, N>(whole); tile < count; tile += kThreads * N) {
+    const int i = tile_index<kThreads, N>(tile, 0);
+    if (i < whole || i >= count) continue;
+    Pack<Grad, N> pack;
+    Accumulator<Grad> x[N];
+    load_elements(pack, grad + i, count - i);
+    unpack_values(pack, x);
+    sum.add(x);
   }
   publish<kThreads>(sum, args.partials + blockIdx.x, args.nonfinite + row.param);
 }

@@ -80,11 +80,36 @@ DYNZERO_HD StepScalars<Acc> step_scalars(int kind, const double* hyper, double s
   return s;
 }
 
+// x / y and sqrt(x), bit for bit. On a GPU both leave their fast path when x is 0, which is common:
+// gradients that underflowed, moments of weights that were never used.
+template <typename Acc>
+DYNZERO_HD Acc quotient(Acc x, Acc y) {
+#if defined(__CUDA_ARCH__)
+  const bool zero = x == Acc(0) && y > Acc(0);
+  const Acc result = (zero ? y : x) / y;
+  return zero ? x : result;
+#else
+  return x / y;
+#endif
+}
+
+template <typename Acc>
+DYNZERO_HD Acc root(Acc x) {
+  // std::sqrt, because the C function would work in double on the host.
+#if defined(__CUDA_ARCH__)
+  const bool zero = x == Acc(0);
+  const Acc result = std::sqrt(zero ? Acc(1) : x);
+  return zero ? x : result;
+#else
+  return std::sqrt(x);
+#endif
+}
+
 // Loss scales and most world sizes are powers of two, where multiplying gives the same bits as the
 // division and costs a tenth of it.
 template <typename Acc>
 DYNZERO_HD Acc unscaled_grad(const StepScalars<Acc>& s, Acc raw) {
-  const Acc g = (s.inverse != Acc(0) ? raw * s.inverse : raw / s.divisor) * s.clip;
+  const Acc g = (s.inverse != Acc(0) ? raw * s.inverse : quotient(raw, s.divisor)) * s.clip;
   return s.maximize ? -g : g;
 }
 
@@ -99,9 +124,8 @@ DYNZERO_HD Acc adam_update(const StepScalars<Acc>& s, Acc g, Acc p, Acc& exp_avg
   }
   exp_avg += s.one_minus_beta1 * (g - exp_avg);
   exp_avg_sq = s.beta2 * exp_avg_sq + s.one_minus_beta2 * g * g;
-  // std::sqrt, because the C function would work in double on the host.
-  const Acc denom = std::sqrt(exp_avg_sq) / s.bias2_sqrt + s.eps;
-  return p - s.step_size * (exp_avg / denom);
+  const Acc denom = quotient(root(exp_avg_sq), s.bias2_sqrt) + s.eps;
+  return p - s.step_size * quotient(exp_avg, denom);
 }
 
 // torch.optim.SGD. With momentum 0 the buffer is not used.

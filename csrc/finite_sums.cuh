@@ -2,9 +2,8 @@
 // A partial depends only on the chunk's elements: never on the grid, never on other chunks.
 #pragma once
 
-#include <cub/block/block_reduce.cuh>
-
 #include <cstdint>
+#include <cub/block/block_reduce.cuh>
 
 #include "element_math.h"
 
@@ -16,8 +15,8 @@ struct FiniteSum {
   int32_t bits = 0;
 
   // The sum of N squares is finite only if every value is, so one test covers all of them. Should
-  // it fail, the values are looked at one by one, with squares in double: large finite values, whose
-  // squares overflow a float, still give the right sum.
+  // it fail, the values are looked at one by one, with squares in double: large finite values,
+  // whose squares overflow a float, still give the right sum.
   template <typename Acc, int N>
   __device__ __forceinline__ void add(const Acc (&x)[N]) {
     Acc sum = 0;
@@ -38,7 +37,8 @@ struct FiniteSum {
 // Ends a chunk: its sum of squares to *partial (unless null), its bits into *flags.
 template <int Threads>
 __device__ __forceinline__ void publish(const FiniteSum& mine, double* partial, int32_t* flags) {
-  const int32_t bits = static_cast<int32_t>(__reduce_or_sync(0xffffffffu, static_cast<unsigned>(mine.bits)));
+  const int32_t bits =
+      static_cast<int32_t>(__reduce_or_sync(0xffffffffu, static_cast<unsigned>(mine.bits)));
   if (bits != 0 && threadIdx.x % 32 == 0) atomicOr(flags, bits);
   if (partial == nullptr) return;
   using Reduce = cub::BlockReduce<double, Threads>;

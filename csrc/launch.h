@@ -1,6 +1,6 @@
 // Launchers of the CUDA kernels, one per op of ops.h. Torch-free: raw device addresses and counts
-// (op_args.h), element types, a stream. Each starts one kernel, or none when there is nothing to do,
-// and returns the error of that launch; a combination of types without a kernel is
+// (op_args.h), element types, a stream. Each starts one kernel, or none when there is nothing to
+// do, and returns the error of that launch; a combination of types without a kernel is
 // cudaErrorInvalidValue.
 #pragma once
 

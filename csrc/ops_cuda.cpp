@@ -1,6 +1,6 @@
 // The CUDA side of every op: device guard, current stream, tensors -> raw addresses, one launch,
 // whose error is checked. Arguments were checked by ops.cpp.
-#include "ops_cuda.h"
+#include "ops.h"
 
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -63,9 +63,12 @@ void pack_grads_cuda(const at::Tensor& rows, const at::Tensor& full_chunks,
                      const at::Tensor& grad_ptrs, at::ScalarType grad_dtype,
                      const at::Tensor& bucket, const OptionalTensor& partials,
                      const at::Tensor& nonfinite) {
-  const PackGrads args{work_of(rows, full_chunks), address<const int64_t>(grad_ptrs),
-                       bucket.data_ptr(),          bucket.size(0),
-                       bucket.size(1),             address<double>(partials),
+  const PackGrads args{work_of(rows, full_chunks),
+                       address<const int64_t>(grad_ptrs),
+                       bucket.data_ptr(),
+                       bucket.size(0),
+                       bucket.size(1),
+                       address<double>(partials),
                        address<int32_t>(nonfinite)};
   on_device_of(rows, [&](cudaStream_t stream) {
     return launch_pack_grads(args, element_type(grad_dtype), element_type(bucket.scalar_type()),
@@ -77,11 +80,16 @@ void reduce_shard_cuda(const at::Tensor& rows, const at::Tensor& own_chunks,
                        const at::Tensor& received, const at::Tensor& present,
                        const at::Tensor& shard_ptrs, const at::Tensor& accumulate,
                        const at::Tensor& partials, const at::Tensor& nonfinite) {
-  const ReduceShard args{work_of(rows, own_chunks),          received.data_ptr(),
-                         received.size(0),                   received.size(1),
-                         address<const uint8_t>(present),    present.size(1),
-                         address<const int64_t>(shard_ptrs), address<const int64_t>(accumulate),
-                         address<double>(partials),          address<int32_t>(nonfinite)};
+  const ReduceShard args{work_of(rows, own_chunks),
+                         received.data_ptr(),
+                         received.size(0),
+                         received.size(1),
+                         address<const uint8_t>(present),
+                         present.size(1),
+                         address<const int64_t>(shard_ptrs),
+                         address<const int64_t>(accumulate),
+                         address<double>(partials),
+                         address<int32_t>(nonfinite)};
   on_device_of(rows, [&](cudaStream_t stream) {
     return launch_reduce_shard(args, element_type(received.scalar_type()), stream);
   });
@@ -99,8 +107,8 @@ void check_shard_cuda(const at::Tensor& rows, const at::Tensor& own_chunks,
 
 void fold_sums_cuda(const at::Tensor& rows, const at::Tensor& partials, bool full, int64_t world,
                     const at::Tensor& sumsq) {
-  const FoldSums args{row_table(rows), rows.size(0), address<const double>(partials), full, world,
-                      address<double>(sumsq)};
+  const FoldSums args{row_table(rows), rows.size(0),          address<const double>(partials), full,
+                      world,           address<double>(sumsq)};
   on_device_of(rows, [&](cudaStream_t stream) { return launch_fold_sums(args, stream); });
 }
 
@@ -137,10 +145,14 @@ void update_shard_cuda(int64_t kind, const at::Tensor& rows, const at::Tensor& o
                        const at::Tensor& state_ptrs, at::ScalarType param_dtype,
                        const OptionalTensor& out, const at::Tensor& hyper, const at::Tensor& steps,
                        const at::Tensor& status) {
-  const UpdateShard args{work_of(rows, own_chunks),          address<const int64_t>(grad_ptrs),
-                         address<const int64_t>(state_ptrs), state_ptrs.size(1),
-                         address<void>(out),                 address<const double>(hyper),
-                         address<const float>(steps),        address<const double>(status)};
+  const UpdateShard args{work_of(rows, own_chunks),
+                         address<const int64_t>(grad_ptrs),
+                         address<const int64_t>(state_ptrs),
+                         state_ptrs.size(1),
+                         address<void>(out),
+                         address<const double>(hyper),
+                         address<const float>(steps),
+                         address<const double>(status)};
   on_device_of(rows, [&](cudaStream_t stream) {
     return launch_update_shard(args, static_cast<OptimizerKind>(kind), element_type(grad_dtype),
                                element_type(param_dtype), stream);
@@ -150,9 +162,12 @@ void update_shard_cuda(int64_t kind, const at::Tensor& rows, const at::Tensor& o
 void unpack_params_cuda(const at::Tensor& rows, const at::Tensor& full_chunks,
                         const at::Tensor& bucket, const at::Tensor& param_ptrs,
                         const OptionalTensor& status) {
-  const UnpackParams args{work_of(rows, full_chunks),         bucket.data_ptr(),
-                          bucket.size(0),                     bucket.size(1),
-                          address<const int64_t>(param_ptrs), address<const double>(status)};
+  const UnpackParams args{work_of(rows, full_chunks),
+                          bucket.data_ptr(),
+                          bucket.size(0),
+                          bucket.size(1),
+                          address<const int64_t>(param_ptrs),
+                          address<const double>(status)};
   on_device_of(rows, [&](cudaStream_t stream) {
     return launch_unpack_params(args, static_cast<int64_t>(bucket.element_size()), stream);
   });

@@ -16,62 +16,75 @@ namespace dynzero {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kMinBlocks = 4;  // of a multiprocessor: caps the registers
+constexpr int kMinBlocks = 5;  // of a multiprocessor: caps the registers
 constexpr int kUnroll = 4;     // packs in flight per thread
 
-template <typename Grad, typename Wire, int N>
-__device__ __forceinline__ void cast_pack(const Pack<Grad, N>& from, Pack<Wire, N>& to,
-                                          FiniteSum& sum) {
-  if constexpr (std::is_same_v<Grad, Wire>) {
-    to = from;
-  } else {
-    Accumulator<Grad> x[N];
-    unpack_values(from, x);
-    pack_values(to, x);
+template <typename Wire>
+struct Slots {
+  Wire* bucket;
+  BucketWalk walk;
+  bool aligned;
+
+  // Element i and its N - 1 followers: casts, counts and writes them.
+  template <typename Grad, int N>
+  __device__ __forceinline__ void write(int i, const Pack<Grad, N>& grad, FiniteSum& sum) const {
+    Pack<Wire, N> slot;
+    if constexpr (std::is_same_v<Grad, Wire>) {
+      slot = grad;
+    } else {
+      Accumulator<Grad> x[N];
+      unpack_values(grad, x);
+      pack_values(slot, x);
+    }
+    Accumulator<Wire> y[N];
+    unpack_values(slot, y);
+    sum.add(y);
+    Wire* to = bucket + walk.at(i);
+    if (aligned) {
+      store_pack(to, slot);
+    } else {
+      store_elements(to, slot, N);
+    }
   }
-  Accumulator<Wire> y[N];
-  unpack_values(to, y);
-  sum.add(y);
-}
+};
 
 template <typename Grad, typename Wire>
-__global__ void __launch_bounds__(kThreads, kMinBlocks)
-    pack_grads_kernel(const PackGrads args) {
+__global__ void __launch_bounds__(kThreads, kMinBlocks) pack_grads_kernel(const PackGrads args) {
   // The wider side moves 16 bytes at a time. A pack never crosses into the next piece: pieces are
   // multiples of 16 bytes of the wire dtype.
-  constexpr int N = 16 / static_cast<int>(sizeof(Grad) > sizeof(Wire) ? sizeof(Grad) : sizeof(Wire));
+  constexpr int N =
+      16 / static_cast<int>(sizeof(Grad) > sizeof(Wire) ? sizeof(Grad) : sizeof(Wire));
   const Chunk chunk = args.work.chunks[blockIdx.x];
-  const Row& row = args.work.rows[chunk.row()];
+  const Row row = args.work.rows[chunk.row()];
   const int64_t begin = chunk.start();
-  const int64_t left = args.world * row.piece - begin;
-  const int count = static_cast<int>(left < kChunk ? left : kChunk);
-  const BucketWalk walk(row, begin, count, args.stride);
-
   const Grad* grad = reinterpret_cast<const Grad*>(args.grad_ptrs[row.param]);
-  const int64_t present = grad == nullptr ? 0 : row.numel - begin;
-  const int live = static_cast<int>(present < 0 ? 0 : present < count ? present : count);
+  // Elements of the chunk, and how many of them there are to read: none of an absent parameter.
+  const int count = chunk_count(args.world * row.piece - begin);
+  const int real = min(count, chunk_count(row.numel - begin));
+  const int live = grad == nullptr ? 0 : real;
   grad += begin;
   Wire* bucket = static_cast<Wire*>(args.bucket);
-  const bool bucket_aligned = pack_aligned<N>(bucket) && args.stride % N == 0 && row.offset % N == 0;
-  const bool grad_aligned = pack_aligned<N>(grad);
+  const Slots<Wire> slots = {
+      bucket, BucketWalk(row, begin, count, args.stride),
+      pack_aligned<N>(bucket) && args.stride % N == 0 && row.offset % N == 0};
 
   FiniteSum sum;
+  const int whole = whole_packs<N>(live, pack_aligned<N>(grad));
   for (int tile = 0; tile < count; tile += kThreads * kUnroll * N) {
     Pack<Grad, N> packs[kUnroll];
-    load_tile<kReadOnlyHint, kThreads>(packs, grad, tile, live, grad_aligned);
+    load_tile<kReadOnlyHint, kThreads>(packs, grad, tile, whole);
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
       const int i = tile_index<kThreads, N>(tile, k);
-      if (i >= count) break;
-      Pack<Wire, N> slot;
-      cast_pack(packs[k], slot, sum);
-      Wire* to = bucket + walk.at(i);
-      if (bucket_aligned) {
-        store_pack(to, slot);
-      } else {
-        store_elements(to, slot, N);
-      }
+      if (i < whole || (i >= live && i < count)) slots.write(i, packs[k], sum);
     }
+  }
+  for (int tile = tail_tile<kThreads, N>(whole); tile < live; tile += kThreads * N) {
+    const int i = tile_index<kThreads, N>(tile, 0);
+    if (i < whole || i >= live) continue;
+    Pack<Grad, N> pack;
+    load_elements(pack, grad + i, live - i);
+    slots.write(i, pack, sum);
   }
   double* partial = args.partials == nullptr ? nullptr : args.partials + blockIdx.x;
   publish<kThreads>(sum, partial, args.nonfinite + row.param);

@@ -29,78 +29,113 @@ __device__ __forceinline__ uint32_t present_ranks(const ReduceShard& args, int64
   return __ballot_sync(0xffffffffu, present);
 }
 
-template <typename Wire, typename Shard, int N>
-__device__ __forceinline__ void add_slot(const Wire* slot, int tile, int count, bool aligned,
-                                         Shard (&sum)[kUnroll][N]) {
-  Pack<Wire, N> packs[kUnroll];
-  load_tile<kReadOnlyHint, kThreads>(packs, slot, tile, count, aligned);
-#pragma unroll
-  for (int k = 0; k < kUnroll; ++k) {
-    Shard x[N];
-    unpack_values(packs[k], x);
-#pragma unroll
-    for (int j = 0; j < N; ++j) sum[k][j] += x[j];
-  }
-}
+// One chunk: where its slots and its part of the shard lie. Element 0 is the chunk's first.
+template <typename Wire>
+struct ReduceChunk {
+  using Shard = Accumulator<Wire>;
+  static constexpr int N = 16 / static_cast<int>(sizeof(Shard));
 
-template <typename Shard, int N>
-__device__ __forceinline__ void write_tile(Shard* shard, int tile, int count, bool aligned,
-                                           const Shard (&sum)[kUnroll][N], FiniteSum& squares) {
-#pragma unroll
-  for (int k = 0; k < kUnroll; ++k) {
-    const int i = tile_index<kThreads, N>(tile, k);
-    if (i >= count) break;
-    squares.add(sum[k]);  // zeros beyond count
-    Pack<Shard, N> pack;
-    pack_values(pack, sum[k]);
-    if (aligned && i + N <= count) {
-      store_pack(shard + i, pack);
+  const ReduceShard& args;
+  const Wire* slot;  // of rank 0; the others follow at args.stride
+  Shard* shard;
+  int64_t param;
+  int count;
+  int whole;  // elements in whole packs
+  bool accumulate;
+  uint32_t first_ranks;  // present among ranks 0 .. 31
+
+  // Loads the packs of a tile from p. A tile is Unroll packs per thread, or (tail) one pack that
+  // goes element by element.
+  template <bool kTail, CacheHint Hint, int Unroll, typename T>
+  __device__ __forceinline__ void load(Pack<T, N> (&packs)[Unroll], const T* p, int tile) const {
+    if constexpr (kTail) {
+      const int i = tile_index<kThreads, N>(tile, 0);
+      load_elements(packs[0], p + i, i < whole ? 0 : count - i);
     } else {
-      store_elements(shard + i, pack, count - i);
+      load_tile<Hint, kThreads>(packs, p, tile, whole);
     }
   }
-}
+
+  template <bool kTail, CacheHint Hint, int Unroll, typename T>
+  __device__ __forceinline__ void add(Shard (&sum)[Unroll][N], const T* p, int tile) const {
+    Pack<T, N> packs[Unroll];
+    load<kTail, Hint>(packs, p, tile);
+#pragma unroll
+    for (int k = 0; k < Unroll; ++k) {
+      Shard x[N];
+      unpack_values(packs[k], x);
+#pragma unroll
+      for (int j = 0; j < N; ++j) sum[k][j] += x[j];
+    }
+  }
+
+  // Every thread of a warp must take part: the ranks are found together.
+  template <bool kTail, int Unroll>
+  __device__ __forceinline__ void reduce_tile(int tile, FiniteSum& squares) const {
+    Shard sum[Unroll][N] = {};
+    for (int64_t base = 0; base < args.world; base += 32) {
+      uint32_t ranks = base == 0 ? first_ranks : present_ranks(args, param, base);
+      for (; ranks != 0; ranks &= ranks - 1) {
+        const int64_t rank = base + __ffs(static_cast<int>(ranks)) - 1;
+        add<kTail, kReadOnlyHint>(sum, slot + rank * args.stride, tile);
+      }
+    }
+    if (accumulate) {
+      // Added last and as one value: (held) + (sum of the ranks).
+      Shard held[Unroll][N] = {};
+      add<kTail, kReadWriteHint>(held, shard, tile);
+#pragma unroll
+      for (int k = 0; k < Unroll; ++k) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) sum[k][j] += held[k][j];
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < Unroll; ++k) {
+      squares.add(sum[k]);  // zeros where nothing was loaded
+      const int i = tile_index<kThreads, N>(tile, k);
+      Pack<Shard, N> pack;
+      pack_values(pack, sum[k]);
+      if constexpr (kTail) {
+        store_elements(shard + i, pack, i < whole ? 0 : count - i);
+      } else {
+        if (i < whole) store_pack(shard + i, pack);
+      }
+    }
+  }
+};
 
 template <typename Wire>
 __global__ void __launch_bounds__(kThreads, kMinBlocks)
     reduce_shard_kernel(const ReduceShard args) {
-  using Shard = Accumulator<Wire>;
-  constexpr int N = 16 / static_cast<int>(sizeof(Shard));
+  using Reduce = ReduceChunk<Wire>;
+  using Shard = typename Reduce::Shard;
+  constexpr int N = Reduce::N;
   const Chunk chunk = args.work.chunks[blockIdx.x];
-  const Row& row = args.work.rows[chunk.row()];
+  const Row row = args.work.rows[chunk.row()];
   const int64_t begin = chunk.start();
-  const int64_t left = row.own_numel - begin;
-  const int count = static_cast<int>(left < kChunk ? left : kChunk);
-  const Wire* received = static_cast<const Wire*>(args.received) + row.offset + begin;
+  const Wire* slot = static_cast<const Wire*>(args.received) + row.offset + begin;
   Shard* shard = reinterpret_cast<Shard*>(args.shard_ptrs[row.param]) + begin;
-  const bool received_aligned = pack_aligned<N>(received) && args.stride % N == 0;
-  const bool shard_aligned = pack_aligned<N>(shard);
-  const bool accumulate = args.accumulate[row.param] != 0;
-  const uint32_t first_ranks = present_ranks(args, row.param, 0);
+  const bool aligned = pack_aligned<N>(slot) && args.stride % N == 0 && pack_aligned<N>(shard);
+  const int count = chunk_count(row.own_numel - begin);
+  const int whole = whole_packs<N>(count, aligned);
+  const Reduce reduce = {args,
+                         slot,
+                         shard,
+                         row.param,
+                         count,
+                         whole,
+                         args.accumulate[row.param] != 0,
+                         present_ranks(args, row.param, 0)};
 
   FiniteSum squares;
-  for (int tile = 0; tile < count; tile += kThreads * kUnroll * N) {
-    Shard sum[kUnroll][N] = {};
-    for (int64_t base = 0; base < args.world; base += 32) {
-      uint32_t ranks = base == 0 ? first_ranks : present_ranks(args, row.param, base);
-      for (; ranks != 0; ranks &= ranks - 1) {
-        const int64_t rank = base + __ffs(static_cast<int>(ranks)) - 1;
-        add_slot(received + rank * args.stride, tile, count, received_aligned, sum);
-      }
-    }
-    if (accumulate) {
-      Pack<Shard, N> held[kUnroll];
-      load_tile<kReadWriteHint, kThreads>(held, shard, tile, count, shard_aligned);
-#pragma unroll
-      for (int k = 0; k < kUnroll; ++k) {
-        Shard x[N];
-        unpack_values(held[k], x);
-#pragma unroll
-        for (int j = 0; j < N; ++j) sum[k][j] += x[j];
-      }
-    }
-    write_tile(shard, tile, count, shard_aligned, sum, squares);
+  for (int tile = 0; tile < whole; tile += kThreads * kUnroll * N) {
+    reduce.template reduce_tile<false, kUnroll>(tile, squares);
   }
+  for (int tile = tail_tile<kThreads, N>(whole); tile < count; tile += kThreads * N) {
+    reduce.template reduce_tile<true, 1>(tile, squares);
+  }
+  squares.bits <<= kSumShift;
   publish<kThreads>(squares, args.partials + blockIdx.x, args.nonfinite + row.param);
 }
 

@@ -22,12 +22,32 @@ struct StepOptions {
   ScaleOptions scale;
 };
 
+// Which offender comes first: any local gradient before any sum, then the lower parameter index.
+DYNZERO_HD int64_t offender_key(int32_t flags, int64_t param) {
+  if (flags == 0) return INT64_MAX;
+  return flags & kLocalBits ? param : param + (int64_t{1} << 40);
+}
+
+DYNZERO_HD void write_offender(int64_t key, const int32_t* nonfinite, double* record) {
+  const bool none = key == INT64_MAX;
+  const int64_t param = none ? -1 : key & ((int64_t{1} << 40) - 1);
+  const bool from_sum = !none && param != key;
+  const int32_t flags = none ? 0 : nonfinite[param];
+  record[kRecordParam] = static_cast<double>(param);
+  record[kRecordKind] = from_sum ? flags >> kSumShift : flags & kLocalBits;
+  record[kRecordFromSum] = from_sum;
+}
+
 // Adds the record of one rank, called in rank order; status holds the first non-finite parameter.
-DYNZERO_HD void add_record(const double* record, int64_t rank, double& sumsq, double* status) {
+DYNZERO_HD void add_record(const double* record, int64_t rank, double& sumsq, bool& from_sum,
+                           double* status) {
   sumsq += record[kRecordSumSq];
   const double param = record[kRecordParam];
   if (param < 0) return;
-  if (status[kStatusParam] >= 0 && status[kStatusParam] <= param) return;
+  const bool sum = record[kRecordFromSum] != 0;
+  const bool earlier = sum == from_sum ? param < status[kStatusParam] : from_sum;
+  if (status[kStatusParam] >= 0 && !earlier) return;
+  from_sum = sum;
   status[kStatusParam] = param;
   status[kStatusRank] = static_cast<double>(rank);
   status[kStatusKind] = record[kRecordKind];

@@ -20,16 +20,16 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   constexpr int N = 16 / static_cast<int>(sizeof(Element));
   if (args.status != nullptr && args.status[kStatusFound] != 0) return;
   const Chunk chunk = args.work.chunks[blockIdx.x];
-  const Row& row = args.work.rows[chunk.row()];
+  const Row row = args.work.rows[chunk.row()];
   const int64_t begin = chunk.start();
-  const int64_t left = row.numel - begin;
   Element* param = reinterpret_cast<Element*>(args.param_ptrs[row.param]);
-  if (param == nullptr || left <= 0) return;
-  const int count = static_cast<int>(left < kChunk ? left : kChunk);
+  const int count = chunk_count(row.numel - begin);
+  if (param == nullptr || count == 0) return;
   const BucketWalk walk(row, begin, count, args.stride);
   const Element* bucket = static_cast<const Element*>(args.bucket);
   param += begin;
-  const bool bucket_aligned = pack_aligned<N>(bucket) && args.stride % N == 0 && row.offset % N == 0;
+  const bool bucket_aligned =
+      pack_aligned<N>(bucket) && args.stride % N == 0 && row.offset % N == 0;
   const bool param_aligned = pack_aligned<N>(param);
 
   for (int tile = 0; tile < count; tile += kThreads * kUnroll * N) {
@@ -39,11 +39,10 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
       // A last pack that is partly padding is read whole: slots are multiples of 16 bytes.
       const int i = tile_index<kThreads, N>(tile, k);
       if (i >= count) break;
-      const Element* from = bucket + walk.at(i);
       if (bucket_aligned) {
-        load_pack<kReadOnlyHint>(packs[k], from);
+        load_pack<kReadOnlyHint>(packs[k], bucket + walk.at(i));
       } else {
-        load_elements(packs[k], from, N);
+        load_elements(packs[k], bucket + walk.at(i), N);
       }
     }
 #pragma unroll

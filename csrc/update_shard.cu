@@ -1,5 +1,6 @@
-// One optimizer update of this rank's own pieces in one pass: gradient unscaled and clipped, moments,
-// master and model-dtype value read and written once. Contract: ops.h; arithmetic: element_math.h.
+// One optimizer update of this rank's own pieces in one pass: gradient unscaled and clipped,
+// moments, master and model-dtype value read and written once. Contract: ops.h; arithmetic:
+// element_math.h.
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
@@ -135,39 +136,40 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Accumulator<Param>>)
   constexpr int N = Arrays<Grad, Param>::N;
   if (args.status[kStatusFound] != 0) return;
   const Chunk chunk = args.work.chunks[blockIdx.x];
-  const Row& row = args.work.rows[chunk.row()];
+  const Row row = args.work.rows[chunk.row()];
   const int64_t begin = chunk.start();
-  const int64_t left = row.own_numel - begin;
-  const int count = static_cast<int>(left < kChunk ? left : kChunk);
+  const int count = chunk_count(row.own_numel - begin);
 
-  // Two powers in double are too dear for every thread of every block.
+  Arrays<Grad, Param> arrays(args, row, begin);
+  const double* hyper = args.hyper + row.group * kHyperColumns;
+  // Without momentum the buffer takes no part.
+  if (Kind == kSgd && hyper[kHyperBeta1] == 0) arrays.state1 = nullptr;
+  const bool aligned = arrays.aligned();
+
+  // Two powers in double are too dear for every thread of every block. The first loads are under
+  // way meanwhile, which is what counts for small rows.
   __shared__ StepScalars<Acc> scalars;
   if (threadIdx.x == 0) {
-    scalars = step_scalars<Acc>(Kind, args.hyper + row.group * kHyperColumns,
-                                args.steps[row.param], static_cast<double>(row.divisor),
-                                args.status);
+    scalars = step_scalars<Acc>(Kind, hyper, args.steps[row.param],
+                                static_cast<double>(row.divisor), args.status);
   }
-  Arrays<Grad, Param> arrays(args, row, begin);
-  const bool aligned = arrays.aligned();
-  __syncthreads();
-  const StepScalars<Acc> s = scalars;
-  if (Kind == kSgd && s.beta1 == Acc(0)) arrays.state1 = nullptr;
-
   // One code path for the arithmetic, so that an element's bits do not depend on its address.
-  for (int i = static_cast<int>(threadIdx.x) * N; i < count; i += kThreads * N) {
-    Packs<Grad, Param, N> packs;
+  for (int tile = 0; tile < count; tile += kThreads * N) {
+    const int i = tile_index<kThreads, N>(tile, 0);
     const int valid = count - i;
     const bool whole = aligned && valid >= N;
+    Packs<Grad, Param, N> packs;
     if (whole) {
       load_arrays(packs, arrays, i,
                   [](auto& pack, auto* p) { load_pack<kReadWriteHint>(pack, p); });
-    } else {
+    } else if (valid > 0) {
       load_arrays(packs, arrays, i, [=](auto& pack, auto* p) { load_elements(pack, p, valid); });
     }
-    update_packs<Kind>(s, packs);
+    if (tile == 0) __syncthreads();
+    update_packs<Kind>(scalars, packs);
     if (whole) {
       store_arrays(packs, arrays, i, [](auto* p, const auto& pack) { store_pack(p, pack); });
-    } else {
+    } else if (valid > 0) {
       store_arrays(packs, arrays, i,
                    [=](auto* p, const auto& pack) { store_elements(p, pack, valid); });
     }

@@ -10,6 +10,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "segments.h"
+
 namespace dynzero {
 
 // Gradients and slots are read once, so they should not push anything out of the caches.
@@ -51,19 +53,23 @@ struct Pack {
 };
 
 template <typename Word>
-__device__ __forceinline__ Word load_word(const Word* p, std::integral_constant<CacheHint, CacheHint::kPlain>) {
+__device__ __forceinline__ Word load_word(const Word* p,
+                                          std::integral_constant<CacheHint, CacheHint::kPlain>) {
   return *p;
 }
 template <typename Word>
-__device__ __forceinline__ Word load_word(const Word* p, std::integral_constant<CacheHint, CacheHint::kStreaming>) {
+__device__ __forceinline__ Word
+load_word(const Word* p, std::integral_constant<CacheHint, CacheHint::kStreaming>) {
   return __ldcs(p);
 }
-__device__ __forceinline__ uint2 load_word(const uint2* p, std::integral_constant<CacheHint, CacheHint::kNoAllocate>) {
+__device__ __forceinline__ uint2
+load_word(const uint2* p, std::integral_constant<CacheHint, CacheHint::kNoAllocate>) {
   uint2 w;
   asm("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(w.x), "=r"(w.y) : "l"(p));
   return w;
 }
-__device__ __forceinline__ uint4 load_word(const uint4* p, std::integral_constant<CacheHint, CacheHint::kNoAllocate>) {
+__device__ __forceinline__ uint4
+load_word(const uint4* p, std::integral_constant<CacheHint, CacheHint::kNoAllocate>) {
   uint4 w;
   asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
       : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
@@ -74,8 +80,8 @@ __device__ __forceinline__ uint4 load_word(const uint4* p, std::integral_constan
 template <CacheHint Hint, typename T, int N>
 __device__ __forceinline__ void load_pack(Pack<T, N>& pack, const T* p) {
   using Word = typename Bits<Pack<T, N>::kBytes>::Type;
-  const Word w = load_word(reinterpret_cast<const Word*>(p),
-                           std::integral_constant<CacheHint, Hint>());
+  const Word w =
+      load_word(reinterpret_cast<const Word*>(p), std::integral_constant<CacheHint, Hint>());
   pack.word[0] = w.x;
   pack.word[1] = w.y;
   if constexpr (Pack<T, N>::kWords == 4) {
@@ -104,7 +110,8 @@ __device__ __forceinline__ void store_pack(T* p, const Pack<T, N>& pack) {
 }
 
 // Element by element, for addresses that are only element-aligned and for tails: the first `count`
-// elements, zeros (loads) or nothing (stores) beyond. Loops unroll, so that packs stay in registers.
+// elements, zeros (loads) or nothing (stores) beyond. Loops unroll, so that packs stay in
+// registers.
 template <typename T, int N>
 __device__ __forceinline__ void load_elements(Pack<T, N>& pack, const T* p, int count) {
 #pragma unroll
@@ -145,9 +152,7 @@ __device__ __forceinline__ void unpack_values(const Pack<T, N>& pack, Accumulato
   if constexpr (std::is_same_v<T, c10::Half>) {
 #pragma unroll
     for (int j = 0; j < N; j += 2) {
-      const __half2 pair(__ushort_as_half(static_cast<unsigned short>(pack.word[j / 2] & 0xffff)),
-                         __ushort_as_half(static_cast<unsigned short>(pack.word[j / 2] >> 16)));
-      const float2 values = __half22float2(pair);
+      const float2 values = __half22float2(reinterpret_cast<const __half2&>(pack.word[j / 2]));
       x[j] = values.x;
       x[j + 1] = values.y;
     }
@@ -175,15 +180,13 @@ __device__ __forceinline__ void pack_values(Pack<T, N>& pack, const Accumulator<
 #pragma unroll
     for (int j = 0; j < N; j += 2) {
       const __half2 pair = __floats2half2_rn(x[j], x[j + 1]);
-      pack.word[j / 2] = __half_as_ushort(__low2half(pair)) |
-                         static_cast<uint32_t>(__half_as_ushort(__high2half(pair))) << 16;
+      pack.word[j / 2] = reinterpret_cast<const uint32_t&>(pair);
     }
   } else if constexpr (std::is_same_v<T, c10::BFloat16>) {
 #pragma unroll
     for (int j = 0; j < N; j += 2) {
       const __nv_bfloat162 pair = __floats2bfloat162_rn(x[j], x[j + 1]);
-      pack.word[j / 2] = __bfloat16_as_ushort(__low2bfloat16(pair)) |
-                         static_cast<uint32_t>(__bfloat16_as_ushort(__high2bfloat16(pair))) << 16;
+      pack.word[j / 2] = reinterpret_cast<const uint32_t&>(pair);
     }
   } else if constexpr (std::is_same_v<T, float>) {
 #pragma unroll
@@ -203,30 +206,42 @@ __device__ __forceinline__ bool pack_aligned(const T* p) {
   return reinterpret_cast<uintptr_t>(p) % (N * sizeof(T)) == 0;
 }
 
-// A tile is Unroll packs for every thread of the block, neighbours in neighbouring threads.
+// How many of the `left` elements belong to the chunk, none if negative.
+__device__ __forceinline__ int chunk_count(int64_t left) {
+  return static_cast<int>(left < 0 ? 0 : left < kChunk ? left : kChunk);
+}
+
+// A chunk is walked in tiles of Unroll packs for every thread, neighbours in neighbouring threads:
 // tile_index gives the first element of a thread's k-th pack. Inside a chunk an int is enough.
 template <int Threads, int N>
 __device__ __forceinline__ int tile_index(int tile, int k) {
   return tile + (k * Threads + static_cast<int>(threadIdx.x)) * N;
 }
 
-// One tile of p[0, count), zeros beyond. All pack loads are issued before any other, so that they
-// are in flight together; elements that no pack covers follow.
+// What packs cover of p[0, count): whole packs where the address allows them. The rest, a tail or
+// everything, goes element by element through tail_tile .. count, one pack of elements per thread
+// and round. Both walks give thread t packs t, t + Threads, ..., so that the order of a thread's
+// sums does not depend on addresses.
+template <int N>
+__device__ __forceinline__ int whole_packs(int count, bool aligned) {
+  return aligned ? count - count % N : 0;
+}
+
+template <int Threads, int N>
+__device__ __forceinline__ int tail_tile(int whole) {
+  return whole - whole % (Threads * N);
+}
+
+// The packs of a tile that lie in p[0, whole), zeros beyond: all loads are in flight together.
 template <CacheHint Hint, int Threads, int Unroll, typename T, int N>
 __device__ __forceinline__ void load_tile(Pack<T, N> (&packs)[Unroll], const T* p, int tile,
-                                          int count, bool aligned) {
+                                          int whole) {
 #pragma unroll
   for (int k = 0; k < Unroll; ++k) {
     const int i = tile_index<Threads, N>(tile, k);
 #pragma unroll
     for (int w = 0; w < Pack<T, N>::kWords; ++w) packs[k].word[w] = 0;
-    if (aligned && i + N <= count) load_pack<Hint>(packs[k], p + i);
-  }
-  if (aligned && (tile + Threads * Unroll * N <= count || count % N == 0)) return;
-#pragma unroll
-  for (int k = 0; k < Unroll; ++k) {
-    const int i = tile_index<Threads, N>(tile, k);
-    if (i < count && !(aligned && i + N <= count)) load_elements(packs[k], p + i, count - i);
+    if (i < whole) load_pack<Hint>(packs[k], p + i);
   }
 }
 
