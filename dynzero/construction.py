@@ -1,0 +1,388 @@
+"""What happens once: checking arguments, comparing ranks, choosing the shard and the transport."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ._build import build_info
+from .fused import FusedSpec, check_elementwise, fused_spec
+from .layout import WIRE_DTYPES, Layout, build_layout, memory_order
+from .loss_scale import parse_loss_scale
+from .reduced import Reader
+from .shard import FusedShard, Shard, TorchShard
+from .transports.collective import Collective
+from .transports.control import Action, Control
+from .window import Mover
+
+if TYPE_CHECKING:
+    from .optimizer import ZeroOptimizer
+
+ABSENT = ("skip", "zero")
+AVERAGE = ("world", "present")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of ZeroOptimizer that stay as they are."""
+
+    stage: int
+    absent: str
+    average: str
+    max_grad_norm: float | None
+    loss_scale: Any
+    check_finite: bool
+    wire_dtype: torch.dtype | None
+    bucket_bytes: float
+    transport: str
+    fused: bool | None
+    sync_params: bool
+
+    def check(self) -> None:
+        """Raise ValueError for the first argument that is not one of those allowed."""
+        norm = self.max_grad_norm
+        rules: dict[str, tuple[bool, str]] = {
+            "stage": (self.stage in (0, 1, 2), "0, 1 or 2"),
+            "absent": (self.absent in ABSENT, "'skip' or 'zero'"),
+            "average": (self.average in AVERAGE, "'world' or 'present'"),
+            "max_grad_norm": (norm is None or is_positive(norm), "None or a positive number"),
+            "check_finite": (isinstance(self.check_finite, bool), "True or False"),
+            "wire_dtype": (
+                self.wire_dtype in (None, *WIRE_DTYPES),
+                "None, torch.float16, torch.bfloat16 or torch.float32",
+            ),
+            "bucket_bytes": (is_positive(self.bucket_bytes), "a positive number of bytes"),
+            "transport": (self.transport in ("auto", "collective"), "'auto' or 'collective'"),
+            "fused": (self.fused in (None, True, False), "None, True or False"),
+            "sync_params": (isinstance(self.sync_params, bool), "True or False"),
+        }
+        for name, (fine, expected) in rules.items():
+            if not fine:
+                raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
+        parse_loss_scale(self.loss_scale)
+
+
+def is_positive(value: Any) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and value > 0
+
+
+def defaults_of(cls: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The class's default options, from an instance over a dummy parameter; refuses bad classes."""
+    if not (inspect.isclass(cls) and issubclass(cls, Optimizer)):
+        raise TypeError(f"optimizer_class: expected a torch.optim.Optimizer class, got {cls!r}")
+    if hasattr(cls, "full_state_dict"):
+        raise TypeError("optimizer_class: expected a plain optimizer class, got a sharded one")
+    dummy = torch.nn.Parameter(torch.zeros(2))
+    try:
+        defaults = dict(cls([dummy], **kwargs).defaults)  # type: ignore[call-arg]
+    except TypeError as cause:
+        raise TypeError(f"{cls.__name__}: {cause}") from cause
+    check_elementwise(cls, plain_numbers(kwargs))
+    return defaults
+
+
+def plain_numbers(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {k: float(v) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+
+
+def without_duplicates(params: Any) -> Any:
+    """`params` as a list; ValueError for a parameter that appears twice, TypeError for no list."""
+    if isinstance(params, Tensor):
+        raise TypeError(f"params: expected an iterable of parameters, got {type(params).__name__}")
+    groups = list(params)
+    if not groups:
+        raise ValueError("params: expected at least one parameter, got an empty list")
+    seen: dict[int, str] = {}
+    made = []
+    for g, group in enumerate(groups if isinstance(groups[0], dict) else [{"params": groups}]):
+        group = dict(group)
+        members = group.get("params", [])
+        members = [members] if isinstance(members, Tensor) else members
+        if isinstance(members, set):
+            raise TypeError("params: expected an ordered collection, got a set; use a list")
+        group["params"] = list(members)
+        for k, member in enumerate(group["params"]):
+            name, p = member if isinstance(member, tuple) else (f"{g}.{k}", member)
+            if id(p) in seen:
+                raise ValueError(
+                    f"params: parameter '{name}' is the same object as '{seen[id(p)]}'; list each "
+                    "parameter once"
+                )
+            seen[id(p)] = name
+        made.append(group)
+    if not seen:
+        raise ValueError("params: expected at least one parameter, got only empty groups")
+    return made
+
+
+def flatten_groups(groups: list[dict[str, Any]]) -> tuple[list[Tensor], list[str], list[int]]:
+    """All parameters in group order, their names ("group.position" if none), their groups."""
+    params: list[Tensor] = []
+    names: list[str] = []
+    group_of: list[int] = []
+    for g, group in enumerate(groups):
+        for key, allowed in (("absent", ABSENT), ("average", AVERAGE)):
+            if group[key] not in allowed:
+                raise ValueError(f"group {g}: {key}: expected one of {allowed}, got {group[key]!r}")
+        given = group.get("param_names") or [f"{g}.{k}" for k in range(len(group["params"]))]
+        params += group["params"]
+        names += given
+        group_of += [g] * len(group["params"])
+    return params, names, group_of
+
+
+def common_device(params: list[Tensor], names: list[str]) -> torch.device:
+    device = params[0].device
+    for p, name in zip(params, names, strict=True):
+        if p.device != device:
+            raise ValueError(
+                f"parameter '{name}' is on {p.device}, expected {device} like '{names[0]}'; a rank "
+                "uses one device"
+            )
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"parameter '{names[0]}' is on {device}, expected cpu or cuda")
+    if device.type == "cuda" and not build_info()["cuda"]:
+        raise RuntimeError(
+            f"parameter '{names[0]}' is on {device}, but dynzero was built without CUDA; rebuild "
+            "with nvcc on the PATH: pip install --no-build-isolation ."
+        )
+    return device
+
+
+def choose_spec(opt: ZeroOptimizer) -> FusedSpec | None:
+    """The fused kernel to use, None for the torch class; ValueError if fused=True cannot be had."""
+    fused = opt._options.fused
+    if fused is False:
+        return None
+    spec, reason = fused_spec(opt._class, opt.param_groups)
+    if spec is None and fused:
+        raise ValueError(f"fused=True: {reason}; use fused=None or fused=False")
+    return spec
+
+
+def build_shard(opt: ZeroOptimizer) -> Shard:
+    whole = opt._control.world == 1 or opt._options.stage == 0
+    if opt._spec is not None:
+        return FusedShard(opt._params, opt._layout, opt._device, whole, opt._spec)
+    cls, kwargs = opt._class, opt._class_kwargs
+
+    def build(groups: list[dict[str, Any]]) -> Optimizer:
+        return cls(groups, **kwargs)
+
+    finite = opt._options.check_finite
+    return TorchShard(opt._params, opt._layout, opt._device, whole, build, finite)
+
+
+def build_mover(
+    control: Control, layout: Layout, device: torch.device, group: Any
+) -> Mover | None:
+    """The transport, the same kind on every rank; None for one process."""
+    if control.world == 1:
+        return None
+    error: Exception | None = None
+    try:
+        Collective.check(group, device)
+    except ValueError as caught:
+        error = caught
+    control.raise_together(error)
+    collective = Collective(group, control.ranks, control.timeout)
+    return Mover(layout, device, collective)
+
+
+# Comparing ranks.
+
+
+def describe(opt: ZeroOptimizer) -> list[str]:
+    """One line for each thing that must be the same on every rank."""
+    o = opt._options
+    lines = [
+        f"optimizer {opt._class.__module__}.{opt._class.__name__}",
+        f"stage {o.stage}",
+        f"max_grad_norm {o.max_grad_norm}, check_finite {o.check_finite}, fused {o.fused}",
+        f"loss_scale {o.loss_scale}",
+        f"wire_dtype {o.wire_dtype}, bucket_bytes {o.bucket_bytes}, transport {o.transport}",
+        f"sync_params {o.sync_params}",
+        f"device type {opt._device.type}",
+        f"{len(opt.param_groups)} parameter groups",
+        f"{opt._layout.size} parameters",
+    ]
+    for p, name, g in zip(opt._params, opt._names, opt._layout.group.tolist(), strict=True):
+        lines.append(
+            f"parameter '{name}': shape {tuple(p.shape)}, dtype {p.dtype}, memory order "
+            f"{memory_order(p)}, group {g}"
+        )
+    return lines + hyperparameter_lines(opt.param_groups)
+
+
+def hyperparameter_lines(groups: list[dict[str, Any]]) -> list[str]:
+    return [
+        f"group {g}: {key} = {value}"
+        for g, group in enumerate(hyperparameters(groups))
+        for key, value in group
+    ]
+
+
+def hyperparameters(groups: list[dict[str, Any]]) -> list[list[tuple[str, Any]]]:
+    """The options of each group; a tensor on the GPU is not looked at, since that would wait."""
+    return [
+        [
+            (k, "on the device" if isinstance(v, Tensor) and v.is_cuda else number(v))
+            for k, v in group.items()
+            if k not in ("params", "param_names")
+        ]
+        for group in groups
+    ]
+
+
+def number(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
+def fingerprint(thing: Any) -> int:
+    digest = hashlib.blake2b(repr(thing).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def agree_on_setup(control: Control, lines: list[str]) -> None:
+    """Collective: ValueError on every rank, naming the first difference, if the lines differ."""
+    if len(set(control.gather_objects(fingerprint(lines)))) == 1:
+        return
+    everybody = control.gather_objects(lines)
+    for rank, theirs in enumerate(everybody):
+        for k in range(max(len(theirs), len(everybody[0]))):
+            first = everybody[0][k] if k < len(everybody[0]) else "nothing more"
+            other = theirs[k] if k < len(theirs) else "nothing more"
+            if first != other:
+                raise ValueError(
+                    f"ranks differ: rank 0 has {first}; rank {rank} has {other}. Build the same "
+                    "optimizer over the same parameters on every rank"
+                )
+
+
+def explain_fingerprints(control: Control, groups: list[dict[str, Any]]) -> None:
+    agree_on_setup(control, hyperparameter_lines(groups))
+
+
+def sync_params(
+    control: Control, collective: Collective, params: list[Tensor], names: tuple[str, ...], copy: bool
+) -> None:
+    """Collective. Give every rank the first rank's values (`copy`), or refuse differing ones."""
+    unequal: list[str] = []
+    for p, name in zip(params, names, strict=True):
+        value = p.detach().clone(memory_format=torch.contiguous_format)
+        if value.numel() == 0:
+            continue
+        collective.broadcast_from_first(value)
+        if copy:
+            with torch.no_grad():
+                p.copy_(value)
+        elif not torch.equal(as_bytes(value), as_bytes(p.detach().contiguous())):
+            unequal.append(name)
+    error = None
+    if unequal:
+        error = ValueError(
+            f"parameters differ from rank 0's on rank {control.rank}: {', '.join(unequal[:5])}"
+            f"{' and more' if len(unequal) > 5 else ''}; load the same weights, or pass "
+            "sync_params=True"
+        )
+    if not copy:
+        control.raise_together(error)
+
+
+def as_bytes(value: Tensor) -> Tensor:
+    return (torch.view_as_real(value) if value.is_complex() else value).view(-1).view(torch.uint8)
+
+
+# Presence helpers.
+
+
+def mean_over_present(groups: list[dict[str, Any]], layout: Layout) -> Tensor:
+    """bool [params]: averaged over the ranks that used the parameter."""
+    by_group = torch.tensor([group["average"] == "present" for group in groups])
+    return by_group[layout.group]
+
+
+def bit_mask(indices: list[int], size: int) -> Tensor:
+    """uint8 [bytes] with the bits of `indices` set, little-endian."""
+    mask = torch.zeros((size + 7) // 8, dtype=torch.uint8)
+    for i in indices:
+        mask[i // 8] |= 1 << (i % 8)
+    return mask
+
+
+def message_bits(opt: ZeroOptimizer, bits: Tensor) -> Tensor:
+    """Presence, followed where absent="zero" is in use by who may get a zero gradient."""
+    zero = [g for g, group in enumerate(opt.param_groups) if group["absent"] == "zero"]
+    if not zero:
+        return bits
+    group_of = opt._layout.group.tolist()
+    eligible = [i for i, p in enumerate(opt._params) if group_of[i] in zero and p.requires_grad]
+    return torch.cat([bits, bit_mask(eligible, opt._layout.size)])
+
+
+# Growing.
+
+
+def add_group(opt: ZeroOptimizer, group: dict[str, Any], add: Callable[[Any], None]) -> None:
+    """Collective add_param_group: all ranks add the same group, or all raise and nothing changes."""
+    local, agreed = opt._agree(Action.ADD_GROUP)
+    del local, agreed
+    before = len(opt.param_groups)
+    error: Exception | None = None
+    lines: list[str] = []
+    try:
+        (checked,) = without_duplicates([group])
+        add(checked)
+        layout, params, names = grown_layout(opt)
+        lines = [f"{n}: {tuple(p.shape)} {p.dtype}" for n, p in zip(names, params, strict=True)]
+        lines += hyperparameter_lines(opt.param_groups)
+    except (ValueError, TypeError, RuntimeError) as caught:
+        error = caught
+    try:
+        opt._control.raise_together(error)
+        agree_on_setup(opt._control, lines)
+    except (ValueError, TypeError, RuntimeError):
+        del opt.param_groups[before:]
+        raise
+    commit_group(opt, layout, params, names)
+
+
+def grown_layout(opt: ZeroOptimizer) -> tuple[Layout, list[Tensor], list[str]]:
+    params, names, group_of = flatten_groups(opt.param_groups)
+    common_device(params, names)
+    control = opt._control
+    layout = build_layout(
+        params, names, group_of, world=control.world, rank=control.rank,
+        wire_dtype=opt._options.wire_dtype,
+    )  # fmt: skip
+    return layout, params, names
+
+
+def commit_group(
+    opt: ZeroOptimizer, layout: Layout, params: list[Tensor], names: list[str]
+) -> None:
+    new = params[opt._layout.size :]
+    opt._params[:] = params
+    opt._names, opt._layout = names, layout
+    opt._reader = Reader(opt._params, layout, opt._device)
+    opt._plans.clear()
+    opt._mean_over_present = mean_over_present(opt.param_groups, layout)
+    opt._touched = torch.nn.functional.pad(
+        opt._touched, (0, layout.bit_bytes - opt._touched.numel())
+    )
+    opt._window.grow(layout)
+    opt._shard.grow(layout)
+    if opt._rounds is not None:
+        opt._rounds.watch(new)
+    if opt._mover is not None:
+        opt._mover.layout = layout
+        collective, copy = opt._mover.collective, opt._options.sync_params
+        sync_params(opt._control, collective, new, tuple(names[-len(new) :] if new else ()), copy)

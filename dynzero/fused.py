@@ -1,0 +1,125 @@
+"""Which torch.optim classes have a fused kernel, with which options, and what their state is called.
+
+Also the test that a class is elementwise: only then may it run on pieces of a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from .lion import Lion
+from .ops import HYPER_COLUMNS, HYPER_FLAGS, OPTIMIZER_KINDS
+
+
+@dataclass(frozen=True)
+class FusedSpec:
+    """One fused optimizer: kernel kind, state names as in torch, hyperparameters as a table row."""
+
+    kind: int
+    keys: tuple[str, ...]
+    has_step: bool
+    row: Callable[[dict[str, Any]], list[float]]
+
+
+def fused_spec(cls: type[Optimizer], groups: list[dict[str, Any]]) -> tuple[FusedSpec | None, str]:
+    """The spec that covers `cls` with the options of `groups`, or None and the reason."""
+    if cls in (Adam, AdamW):
+        spec = FusedSpec(OPTIMIZER_KINDS["adam"], ("exp_avg", "exp_avg_sq"), True, adam_row)
+    elif cls is SGD:
+        momentum = any(group["momentum"] != 0 for group in groups)
+        keys = ("momentum_buffer",) if momentum else ()
+        spec = FusedSpec(OPTIMIZER_KINDS["sgd"], keys, False, sgd_row)
+    elif cls is Lion:
+        spec = FusedSpec(OPTIMIZER_KINDS["lion"], ("exp_avg",), False, lion_row)
+    else:
+        return None, f"{cls.__name__} has no fused kernel"
+    for group in groups:
+        for option in ("amsgrad", "differentiable"):
+            if group.get(option):
+                return None, f"{cls.__name__}({option}=True) has no fused kernel"
+    return spec, ""
+
+
+def hyper_row(lr: Any, decay: float, beta1: float, beta2: float, eps: float, flags: float) -> Any:
+    row = [0.0] * len(HYPER_COLUMNS)
+    for name, value in {
+        "lr": 0.0 if isinstance(lr, Tensor) and lr.is_cuda else float(lr),
+        "weight_decay": decay,
+        "beta1": beta1,
+        "beta2": beta2,
+        "eps": eps,
+        "flags": flags,
+    }.items():
+        row[HYPER_COLUMNS[name]] = float(value)
+    return row
+
+
+def flags_of(group: dict[str, Any], decoupled: bool) -> float:
+    return float(
+        HYPER_FLAGS["nesterov"] * bool(group.get("nesterov"))
+        + HYPER_FLAGS["maximize"] * bool(group.get("maximize"))
+        + HYPER_FLAGS["decoupled_decay"] * decoupled
+    )
+
+
+def adam_row(group: dict[str, Any]) -> list[float]:
+    beta1, beta2 = group["betas"]
+    # torch.optim.AdamW is Adam with this key set; releases before it was one had no such key.
+    decoupled = bool(group.get("decoupled_weight_decay", group.get("_adamw", False)))
+    flags = flags_of(group, decoupled)
+    return hyper_row(group["lr"], group["weight_decay"], beta1, beta2, group["eps"], flags)
+
+
+def sgd_row(group: dict[str, Any]) -> list[float]:
+    flags = flags_of(group, False)
+    momentum, dampening = group["momentum"], group["dampening"]
+    return hyper_row(group["lr"], group["weight_decay"], momentum, dampening, 0.0, flags)
+
+
+def lion_row(group: dict[str, Any]) -> list[float]:
+    beta1, beta2 = group["betas"]
+    return hyper_row(
+        group["lr"], group["weight_decay"], beta1, beta2, 0.0, flags_of(group, True)
+    )
+
+
+def check_elementwise(cls: type[Optimizer], kwargs: dict[str, Any]) -> None:
+    """Raise ValueError unless `cls` updates each element by itself.
+
+    Runs two steps on one matrix, and on the same numbers cut into two flat pieces: the results
+    must agree. So trust ratios (LAMB), matrix methods (Muon, Shampoo), factored moments (Adafactor)
+    and optimizers that call a closure again (LBFGS) are refused whoever wrote them.
+    """
+    # Float64 and a large rate: the updates, not the start values, decide.
+    rate = {"lr": 0.1} if "lr" in kwargs else {}
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(4, 6, generator=generator, dtype=torch.float64)
+    grads = [torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(2)]
+    whole = [torch.nn.Parameter(start.clone())]
+    parts = [torch.nn.Parameter(part.clone()) for part in start.flatten().split([7, 17])]
+    try:
+        for params in (whole, parts):
+            optimizer = cls(params, **{**kwargs, **rate})  # type: ignore[call-arg]
+            for grad in grads:
+                cut = [grad] if len(params) == 1 else grad.flatten().split([7, 17])
+                for p, g in zip(params, cut, strict=True):
+                    p.grad = g.clone()
+                optimizer.step()
+    except Exception as cause:
+        raise ValueError(
+            f"optimizer_class: {cls.__name__} cannot run on 1-D pieces of parameters without a "
+            f"closure ({type(cause).__name__}: {cause}); use an elementwise torch.optim class"
+        ) from cause
+    together = torch.cat([p.detach() for p in parts]).view(4, 6)
+    if not torch.allclose(whole[0].detach(), together, rtol=1e-9, atol=1e-12):
+        raise ValueError(
+            f"optimizer_class: {cls.__name__} is not elementwise: an element's update depends on "
+            "other elements or on the parameter's shape, so it cannot run on pieces; use an "
+            "elementwise torch.optim class"
+        )

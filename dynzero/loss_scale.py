@@ -1,0 +1,114 @@
+"""Loss scaling as device state: begin_step reads and updates it without the host's help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .ops import SCALE_FIELDS
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """Dynamic loss scale (Micikevicius et al., "Mixed Precision Training", 2018).
+
+    The scale starts at `init`, is multiplied by `growth` after `window` good steps in a row, and by
+    `backoff` when an overflow finds no `hysteresis` left (never below `minimum`). An overflow that
+    comes while the scale is at its minimum raises RuntimeError on every rank at a later step
+    (`on_minimum="raise"`) or is counted only (`"continue"`).
+    """
+
+    init: float = 2.0**16
+    growth: float = 2.0
+    backoff: float = 0.5
+    window: int = 2000
+    hysteresis: int = 1
+    minimum: float = 1.0
+    on_minimum: str = "raise"
+
+    def __post_init__(self) -> None:
+        rules = {
+            "init": (self.init >= self.minimum, "at least minimum"),
+            "growth": (self.growth >= 1, "at least 1"),
+            "backoff": (0 < self.backoff <= 1, "in (0, 1]"),
+            "window": (self.window >= 1, "at least 1"),
+            "hysteresis": (self.hysteresis >= 1, "at least 1"),
+            "minimum": (self.minimum > 0, "positive"),
+            "on_minimum": (self.on_minimum in ("raise", "continue"), "'raise' or 'continue'"),
+        }
+        for field, (fine, expected) in rules.items():
+            if not fine:
+                got = getattr(self, field)
+                raise ValueError(f"LossScale: {field}: expected {expected}, got {got!r}")
+
+    @property
+    def options(self) -> list[float]:
+        return [self.growth, self.backoff, float(self.window), float(self.hysteresis), self.minimum]
+
+
+class ScaleState:
+    """The scale and its counters, float64 [fields] on the device (csrc/segments.h, ScaleField)."""
+
+    def __init__(self, loss_scale: Any, device: torch.device) -> None:
+        self.config = parse_loss_scale(loss_scale)
+        self.options: list[float] = []
+        init, hysteresis = 1.0, 1
+        if isinstance(self.config, LossScale):
+            self.options = self.config.options
+            init, hysteresis = self.config.init, self.config.hysteresis
+        elif self.config is not None:
+            init = self.config
+        values = [0.0] * len(SCALE_FIELDS)
+        values[SCALE_FIELDS["value"]] = init
+        values[SCALE_FIELDS["hysteresis"]] = float(hysteresis)
+        self.tensor = torch.tensor(values, dtype=torch.float64, device=device)
+
+    @property
+    def scaling(self) -> bool:
+        return self.config is not None
+
+    def multiply(self, loss: Any) -> Any:
+        """`loss` (a tensor, or a list or tuple of them) times the scale, in float32 or wider."""
+        if not self.scaling:
+            return loss
+        if isinstance(loss, (list, tuple)):
+            return type(loss)(self.multiply(part) for part in loss)
+        return loss * self.value.to(torch.float32)
+
+    @property
+    def value(self) -> Tensor:
+        return self.tensor[SCALE_FIELDS["value"]]
+
+    @property
+    def factor(self) -> Tensor | None:
+        """A copy of the scale that gradients carry now (a step changes it), None if there is none."""
+        return self.value.clone() if self.scaling else None
+
+    def counters(self) -> tuple[int, int]:
+        values = self.tensor.tolist()
+        return int(values[SCALE_FIELDS["taken"]]), int(values[SCALE_FIELDS["skipped"]])
+
+    def state_dict(self) -> dict[str, float]:
+        return dict(zip(SCALE_FIELDS, self.tensor.tolist(), strict=True))
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Counters always; the scale itself only into a dynamic one."""
+        names = [n for n in SCALE_FIELDS if self.options or n in ("taken", "skipped")]
+        for name in names:
+            self.tensor[SCALE_FIELDS[name]] = float(state[name])
+
+
+def parse_loss_scale(loss_scale: Any) -> LossScale | float | None:
+    if loss_scale is None or isinstance(loss_scale, LossScale):
+        return loss_scale
+    if loss_scale == "dynamic":
+        return LossScale()
+    if isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool) and loss_scale > 0:
+        return float(loss_scale)
+    raise ValueError(
+        "loss_scale: expected None, a positive number, 'dynamic' or dynzero.LossScale(...), got "
+        f"{loss_scale!r}"
+    )

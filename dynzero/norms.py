@@ -1,0 +1,102 @@
+"""Norms, clipping and reading of reduced gradients: over the whole world, averaged and unscaled."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .layout import shard_dtype, unflatten
+from .ops import RECORD_COLUMNS, ops
+from .reduced import Gradients, Local
+from .transports.control import Agreed
+
+if TYPE_CHECKING:
+    from .optimizer import ZeroOptimizer
+
+
+def checked_order(p: float) -> float:
+    if not float(p) > 0:
+        raise ValueError(f"norm_type: expected a number above 0 or inf, got {p}")
+    return float(p)
+
+
+def sums_in_place(opt: ZeroOptimizer, grads: Gradients) -> tuple[Tensor, Tensor]:
+    """One process: sum of squares and flags of each `p.grad`, read where it lies."""
+    size, device = opt._layout.size, opt._device
+    table = grads.plan.table
+    partials = torch.empty(table.own_chunks.numel(), dtype=torch.float64, device=device)
+    sumsq = torch.empty(size, dtype=torch.float64, device=device)
+    nonfinite = torch.zeros(size, dtype=torch.int32, device=device)
+    for bucket in grads.plan.buckets:
+        ops.check_shard(
+            table.rows, table.own_chunks[bucket.own], grads.ptrs, bucket.dtype,
+            partials[bucket.own], nonfinite,
+        )  # fmt: skip
+    ops.fold_sums(table.rows, partials, False, 1, sumsq)
+    return sumsq, nonfinite
+
+
+def records(opt: ZeroOptimizer, grads: Gradients) -> Tensor:
+    """Every rank's sum of squares and first offender, float64 [world, columns]."""
+    if grads.in_place:
+        grads.sumsq, grads.nonfinite = sums_in_place(opt, grads)
+    record = torch.empty(len(RECORD_COLUMNS), dtype=torch.float64, device=opt._device)
+    ops.summarize_shard(
+        grads.plan.table.rows, grads.sumsq, grads.nonfinite, opt._scale.tensor, record
+    )
+    return record.unsqueeze(0) if opt._mover is None else opt._mover.gather_rows(record)
+
+
+def total(opt: ZeroOptimizer, grads: Gradients | None, p: float) -> Tensor:
+    """Global p-norm, float32 0-dim."""
+    if grads is None:
+        return torch.zeros((), device=opt._device)
+    if p == 2.0:
+        squares = records(opt, grads)[:, RECORD_COLUMNS["sumsq"]]
+        return squares.sum().sqrt().to(torch.float32)
+    own = [grads.averaged(i) for i in sorted(grads.plan.indices)]
+    parts = [part.double().abs() for part in own if part.numel()]
+    zero = torch.zeros((), dtype=torch.float64, device=opt._device)
+    if math.isinf(p):
+        mine = torch.stack([part.max() for part in parts] or [zero]).max()
+    else:
+        mine = torch.stack([part.pow(p).sum() for part in parts] or [zero]).sum()
+    # In stage 0 every rank holds every gradient: one of them counts.
+    everybody = mine.unsqueeze(0)
+    if opt._mover is not None and not opt._shard.whole:
+        everybody = opt._mover.gather_rows(mine)
+    norm = everybody.max() if math.isinf(p) else everybody.sum().pow(1 / p)
+    return norm.to(torch.float32)
+
+
+def clip(opt: ZeroOptimizer, grads: Gradients | None, max_norm: float, p: float) -> Tensor:
+    """Multiply the window's gradients, wherever they are now, by the clip factor."""
+    norm = total(opt, grads, p)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    if opt._rounds is not None:
+        for buffer in opt._window.buffers:
+            buffer.mul_(factor)
+        opt._window.sumsq.mul_(factor.double().square())
+    for param in opt._params:
+        if param.grad is not None:
+            param.grad.mul_(factor.to(param.grad.device))
+    return norm
+
+
+def full_grad(opt: ZeroOptimizer, local: Local, agreed: Agreed, index: int) -> Tensor | None:
+    """The averaged gradient of one parameter, gathered from its owners."""
+    grads = opt._reduce(local, agreed, only=index)
+    if grads is None or index not in grads.plan.indices:
+        return None
+    param, flat = opt._params[index], grads.averaged(index)
+    if opt._mover is not None and not opt._shard.whole:
+        padded = torch.zeros(int(opt._layout.piece[index]), dtype=flat.dtype, device=flat.device)
+        padded[: flat.numel()] = flat
+        flat = opt._mover.gather_rows(padded).view(-1)[: int(opt._layout.numel[index])]
+    assert flat.dtype == shard_dtype(flat.dtype)
+    return unflatten(flat, param)
+
+

@@ -1,0 +1,140 @@
+"""Who sits where: the buckets of one active set.
+
+A plan is a pure function of the layout, the active set, the divisors and `bucket_bytes`, so every
+rank computes the same one without a message. Plans are cached by the optimizer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .layout import Layout, shard_dtype
+from .table import COLUMNS, Table, make_table
+
+
+class Bucket(NamedTuple):
+    """One flat buffer [world, stride]. Slices count rows and chunks of the plan's table."""
+
+    wire: torch.dtype
+    dtype: torch.dtype  # of the parameters, and of their gradients
+    rows: slice
+    full: slice
+    own: slice
+    stride: int  # elements of one rank's share
+    shard_offset: int  # elements before this bucket in the shard buffer of its dtype
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The buckets of one active set. `active` int64 [n]: parameter indices in row order."""
+
+    active: Tensor
+    table: Table
+    buckets: tuple[Bucket, ...]
+    indices: tuple[int, ...]  # `active` as Python numbers
+    offsets: tuple[int, ...]  # of each row's slot in its bucket, elements
+    divisors: dict[int, int]  # ranks to average over, by parameter index
+
+    def to(self, device: torch.device) -> Plan:
+        return replace(self, table=self.table.to(device))
+
+
+def make_plan(
+    layout: Layout,
+    active: Tensor,
+    divisor: Tensor,
+    *,
+    bucket_bytes: float,
+    whole: bool = False,
+) -> Plan:
+    """Plan for the parameters `active` (int64 [n], ascending), averaged over `divisor` (int64 [n]).
+
+    `whole`: this rank updates every element of each parameter (nothing is sharded).
+    """
+    order = torch.argsort(layout.class_index[active], stable=True)
+    active, divisor = active[order], divisor[order]
+    classes = layout.class_index[active].tolist()
+    piece = layout.piece[active]
+    bounds = bucket_bounds(layout, classes, piece.tolist(), bucket_bytes)
+    offset, bases, strides = bucket_offsets(piece, bounds)
+
+    rows = torch.zeros(len(classes), len(COLUMNS), dtype=torch.int64)
+    rows[:, COLUMNS["numel"]] = layout.numel[active]
+    rows[:, COLUMNS["piece"]] = piece
+    rows[:, COLUMNS["offset"]] = offset
+    rows[:, COLUMNS["own_numel"]] = (layout.numel if whole else layout.own)[active]
+    rows[:, COLUMNS["param"]] = active
+    rows[:, COLUMNS["group"]] = layout.group[active]
+    rows[:, COLUMNS["divisor"]] = divisor
+    table = make_table(rows, layout.world)
+
+    full = [*table.rows[:, COLUMNS["full_first"]].tolist(), table.full_chunks.numel()]
+    own = [*table.rows[:, COLUMNS["own_first"]].tolist(), table.own_chunks.numel()]
+    buckets = []
+    shard_numel: dict[torch.dtype, int] = {}
+    for (a, b), stride in zip(bounds, strides, strict=True):
+        wire, dtype = layout.classes[classes[a]]
+        at = shard_numel.get(shard_dtype(dtype), 0)
+        buckets.append(
+            Bucket(wire, dtype, slice(a, b), slice(full[a], full[b]), slice(own[a], own[b]), stride, at)
+        )
+        shard_numel[shard_dtype(dtype)] = at + stride
+    indices = tuple(active.tolist())
+    divisors = dict(zip(indices, divisor.tolist(), strict=True))
+    return Plan(active, table, tuple(buckets), indices, tuple(offset.tolist()), divisors)
+
+
+def bucket_bounds(
+    layout: Layout, classes: list[int], pieces: list[int], bucket_bytes: float
+) -> list[tuple[int, int]]:
+    """Row ranges of the buckets: in order, one dtype pair each, filled up to `bucket_bytes`."""
+    bounds: list[tuple[int, int]] = []
+    first, used = 0, 0
+    for i, (c, piece) in enumerate(zip(classes, pieces, strict=True)):
+        need = piece * layout.world * layout.classes[c][0].itemsize
+        if i > first and (c != classes[first] or used + need > bucket_bytes):
+            bounds.append((first, i))
+            first, used = i, 0
+        used += need
+    if classes:
+        bounds.append((first, len(classes)))
+    return bounds
+
+
+def bucket_offsets(
+    piece: Tensor, bounds: list[tuple[int, int]]
+) -> tuple[Tensor, list[int], list[int]]:
+    """Slot offsets within each bucket, and each bucket's base and stride, in elements."""
+    ends = torch.cumsum(piece, 0)
+    before = ends - piece
+    bases = [int(before[a]) for a, _ in bounds]
+    strides = [int(ends[b - 1]) - base for (_, b), base in zip(bounds, bases, strict=True)]
+    counts = torch.tensor([b - a for a, b in bounds], dtype=torch.int64)
+    base_of_row = torch.repeat_interleave(torch.tensor(bases, dtype=torch.int64), counts)
+    return before - base_of_row, bases, strides
+
+
+def indices_of(bits: Tensor, size: int) -> Tensor:
+    """Ascending indices (int64) of the set bits of uint8 [bytes], little-endian."""
+    shifts = torch.arange(8, dtype=torch.uint8)
+    return ((bits.unsqueeze(-1) >> shifts) & 1).flatten()[:size].nonzero().flatten()
+
+
+def union(rows: Tensor) -> Tensor:
+    """Bitwise OR over the first dimension of uint8 [ranks, bytes], in log2(ranks) passes."""
+    while rows.shape[0] > 1:
+        half = (rows.shape[0] + 1) // 2
+        merged = rows[:half].clone()
+        merged[: rows.shape[0] - half] |= rows[half:]
+        rows = merged
+    return rows[0]
+
+
+def counts_of(rows: Tensor, indices: Tensor) -> Tensor:
+    """In how many rows of uint8 [ranks, bytes] each of `indices` is set, int64 [n]."""
+    columns = rows[:, indices // 8]
+    return ((columns >> (indices % 8).to(torch.uint8)) & 1).sum(0, dtype=torch.int64)

@@ -1,0 +1,176 @@
+"""Gradients on their way: read from the parameters, and reduced onto their owners.
+
+`Local` is what this rank's parameters hold now; `Gradients` is what a step updates from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .layout import Layout, dense_strides, flat_copy, flat_view, is_dense, shard_dtype
+from .ops import STATUS_FIELDS
+from .plan import Bucket, Plan
+
+
+@dataclass
+class Local:
+    """This rank's gradients. ptrs: int64 [2, params] on the CPU: gradients, parameters.
+
+    bits: uint8 presence. `own` holds the regular copies of gradients that a kernel cannot read
+    where they lie, by parameter index.
+    """
+
+    ptrs: Tensor
+    bits: Tensor
+    own: dict[int, Tensor] = field(default_factory=dict)
+
+    def drop(self) -> None:
+        """Forget the gradients: take part in a round with nothing."""
+        self.ptrs[0].zero_()
+        self.bits = torch.zeros_like(self.bits)
+        self.own = {}
+
+
+class Reader:
+    """Reads `p.grad` of all parameters; everything that may differ locally is found here."""
+
+    def __init__(self, params: list[Tensor], layout: Layout, device: torch.device) -> None:
+        from ._build import load_extension
+
+        self.params, self.layout, self.device = params, layout, device
+        self.scan = load_extension().ParamScan(params)
+        self.staged = {i: flat_copy(p.detach(), p) for i, p in enumerate(params) if not is_dense(p)}
+
+    def read(self) -> tuple[Local, str | None]:
+        """What is there now, and a complaint if a parameter is not what it was."""
+        pin = self.device.type == "cuda"
+        ptrs = torch.empty(2, self.layout.size, dtype=torch.int64, pin_memory=pin)
+        bits = torch.empty(self.layout.bit_bytes, dtype=torch.uint8)
+        odd, changed = self.scan.read(ptrs[0], ptrs[1], bits)
+        local = Local(ptrs, bits)
+        if changed:
+            return local, self.complaint(changed[0])
+        for i in odd:
+            local.own[i] = regular_grad(self.params[i])
+            ptrs[0, i] = local.own[i].data_ptr()
+        for i, stand_in in self.staged.items():
+            ptrs[1, i] = stand_in.data_ptr()
+        return local, None
+
+    def complaint(self, i: int) -> str:
+        p = self.params[i]
+        return (
+            f"parameter '{self.layout.names[i]}' is not what it was at construction: it now has "
+            f"dtype {p.dtype}, device {p.device}, shape {tuple(p.shape)} and strides "
+            f"{tuple(p.stride())}; expected dtype {self.layout.dtypes[i]} on {self.device} and an "
+            "unchanged shape and memory format. Convert or move the model first, then build the "
+            "optimizer"
+        )
+
+    def tensor(self, local: Local, i: int) -> Tensor:
+        """The local gradient of parameter i as 1-D reals in its memory order."""
+        grad = local.own.get(i, self.params[i].grad)
+        if grad is None:
+            return self.zeros(int(self.layout.numel[i]), self.layout.dtypes[i])
+        return grad if i in local.own else flat_view(grad)
+
+    def take(self, local: Local) -> None:
+        """Move the gradients out of the parameters; `local` keeps them until they are packed."""
+        for i, p in enumerate(self.params):
+            if p.grad is not None:
+                if i not in local.own:
+                    local.own[i] = p.grad
+                    if p.grad.is_cuda:
+                        p.grad.record_stream(torch.cuda.current_stream(self.device))
+                p.grad = None
+
+    def fill_zeros(self, local: Local, indices: Tensor) -> None:
+        """Give zero gradients to parameters that have none; one stretch of zeros serves all."""
+        for dtype in {self.layout.dtypes[i] for i in indices.tolist()}:
+            some = [i for i in indices.tolist() if self.layout.dtypes[i] == dtype]
+            zeros = self.zeros(max(int(self.layout.numel[i]) for i in some), dtype)
+            for i in some:
+                local.own[i] = zeros[: int(self.layout.numel[i])]
+                local.ptrs[0, i] = zeros.data_ptr()
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def stage(self) -> None:
+        """Copy parameters whose memory has gaps into their stand-ins."""
+        for i, stand_in in self.staged.items():
+            stand_in.copy_(flat_copy(self.params[i].detach(), self.params[i]))
+
+    def unstage(self) -> None:
+        for i, stand_in in self.staged.items():
+            p = self.params[i].detach()
+            real = torch.view_as_real(p) if p.is_complex() else p
+            real.copy_(stand_in.view(real.shape))
+
+
+def regular_grad(p: Tensor) -> Tensor:
+    """`p.grad` as 1-D reals in the memory order and dtype of `p`: densified, resolved, reordered."""
+    grad = p.grad
+    assert grad is not None
+    if grad.layout != torch.strided:
+        grad = grad.to_dense()
+    grad = grad.detach().to(dtype=p.dtype, device=p.device).resolve_conj().resolve_neg()
+    if grad.stride() == dense_strides(p):
+        return flat_view(grad)
+    return flat_copy(grad, p)
+
+
+@dataclass
+class Gradients:
+    """Gradients ready for a step: summed over ranks and micro-batches, not yet divided.
+
+    host_ptrs, param_ptrs: int64 [params] on the CPU; ptrs: host_ptrs on the device. in_place: they
+    are the parameters' own `.grad`, in the parameter's dtype; otherwise pieces in the shard dtype.
+    """
+
+    plan: Plan
+    layout: Layout
+    host_ptrs: Tensor
+    param_ptrs: Tensor
+    ptrs: Tensor
+    buffers: list[Tensor]
+    in_place: bool
+    local: Local
+    reader: Reader
+    own: Tensor  # int64 [params]: elements behind each pointer
+    scale: Tensor | None = None  # loss scale on the device, None without scaling
+    sumsq: Tensor | None = None  # float64 [params], of reduced pieces
+    nonfinite: Tensor | None = None  # int32 [params]
+    status: Tensor = field(default_factory=lambda: torch.empty(0))
+    clipping: bool = False
+
+    def dtype(self, bucket: Bucket) -> torch.dtype:
+        return bucket.dtype if self.in_place else shard_dtype(bucket.dtype)
+
+    def piece(self, i: int) -> Tensor:
+        """This rank's summed gradient piece of parameter i, 1-D."""
+        if self.in_place:
+            return self.reader.tensor(self.local, i)
+        address, numel = int(self.host_ptrs[i]), int(self.own[i])
+        dtype = shard_dtype(self.layout.dtypes[i])
+        for buffer in self.buffers:
+            offset = (address - buffer.data_ptr()) // dtype.itemsize
+            if buffer.dtype == dtype and 0 <= offset and offset + numel <= buffer.numel():
+                return buffer[offset : offset + numel]
+        assert numel == 0, "a gradient piece lies outside the shard buffers"
+        return self.reader.zeros(0, dtype)
+
+    def averaged(self, i: int) -> Tensor:
+        """The piece in the update dtype: divided by ranks and loss scale. May be `piece` itself."""
+        grad = self.piece(i)
+        grad = grad.to(shard_dtype(grad.dtype))
+        divisor = self.plan.divisors[i]
+        if self.scale is not None:
+            return grad / (self.scale * divisor).to(grad.dtype)
+        return grad if divisor == 1 else grad / divisor
+
+    def found(self) -> Tensor:
+        return self.status[STATUS_FIELDS["found"]]

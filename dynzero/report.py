@@ -1,0 +1,65 @@
+"""What the last step did, read back from the device only when looked at."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from torch import Tensor
+
+from .ops import RECORD_COLUMNS, STATUS_FIELDS
+
+KINDS = {1: "inf", 2: "nan", 3: "nan"}
+
+
+class LastStep:
+    """Outcome of one `step()`; each attribute waits for the device when first read.
+
+    iteration: number of the step() call, from 0. active: names of the parameters that had a
+    gradient on any rank. stepped: False when the update was skipped (overflow, nothing active).
+    grad_norm: global 2-norm of the averaged, unscaled gradients before clipping. loss_scale: the
+    scale the gradients carried. overflow: None, or (parameter, rank, "inf" or "nan") of the first
+    offender on each rank that had one, in parameter order.
+    """
+
+    def __init__(
+        self, iteration: int, names: tuple[str, ...], status: Tensor | None, records: Tensor | None
+    ) -> None:
+        self.iteration = iteration
+        self._names, self._status, self._records = names, status, records
+        self.active: tuple[str, ...] = ()
+
+    @cached_property
+    def _values(self) -> dict[str, float]:
+        if self._status is None:
+            return {"found": 0.0, "norm": 0.0, "scale": 1.0}
+        return dict(zip(STATUS_FIELDS, self._status.tolist(), strict=True))
+
+    @property
+    def stepped(self) -> bool:
+        return self._status is not None and not self._values["found"]
+
+    @property
+    def grad_norm(self) -> float:
+        return self._values["norm"]
+
+    @property
+    def loss_scale(self) -> float:
+        return self._values["scale"]
+
+    @cached_property
+    def overflow(self) -> list[tuple[str, int, str]] | None:
+        if self._records is None or not self._values["found"]:
+            return None
+        rows = [dict(zip(RECORD_COLUMNS, row, strict=True)) for row in self._records.tolist()]
+        offenders = [(row, rank) for rank, row in enumerate(rows) if row["param"] >= 0]
+        # A sum that is not finite is its owner's business only if every gradient was finite.
+        local = [(row, rank) for row, rank in offenders if not row["from_sum"]]
+        ordered = sorted((int(row["param"]), rank, row["kind"]) for row, rank in local or offenders)
+        return [(self._names[param], rank, KINDS[int(kind)]) for param, rank, kind in ordered]
+
+    def __repr__(self) -> str:
+        return (
+            f"LastStep(iteration={self.iteration}, stepped={self.stepped}, "
+            f"active={len(self.active)}, grad_norm={self.grad_norm:.6g}, "
+            f"loss_scale={self.loss_scale:g}, overflow={self.overflow})"
+        )

@@ -1,0 +1,320 @@
+"""This rank's pieces: float32 masters, optimizer state, and the update of both.
+
+`FusedShard` runs our kernels, `TorchShard` runs the torch.optim class itself on 1-D pieces. State
+is created at a parameter's first active step; activity is agreed, so all ranks create the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .fused import FusedSpec
+from .layout import Layout, flat_view, shard_dtype
+from .ops import HYPER_COLUMNS, STATE_POINTERS, STATUS_FIELDS, ops
+from .plan import Bucket, Plan
+from .reduced import Gradients
+
+# Keys of a parameter group that are ours or torch's bookkeeping, not the optimizer's options.
+NOT_OPTIONS = ("params", "param_names", "absent", "average")
+# Slices of one allocation start at multiples of 16 bytes.
+ALIGN = 4
+
+
+class Shard:
+    """What both kinds share: where each own piece lies, masters, step counts.
+
+    `whole`: nothing is sharded (stage 0, or one process): the piece is the whole parameter.
+    """
+
+    def __init__(self, params: list[Tensor], layout: Layout, device: torch.device, whole: bool):
+        self.params, self.device, self.whole = params, device, whole
+        self.masters: dict[int, Tensor] = {}
+        self.live: set[int] = set()
+        self.relayout(layout)
+        self.steps = torch.zeros(layout.size, dtype=torch.float32, device=device)
+
+    def relayout(self, layout: Layout) -> None:
+        """Take over a layout with more parameters than before."""
+        self.layout = layout
+        self.own = layout.numel if self.whole else layout.own
+        self.start = torch.zeros_like(layout.start) if self.whole else layout.start
+        self._own, self._start = self.own.tolist(), self.start.tolist()
+
+    def grow(self, layout: Layout) -> None:
+        extra = torch.zeros(layout.size - self.layout.size, device=self.device)
+        self.steps = torch.cat([self.steps, extra])
+        self.relayout(layout)
+
+    def own_view(self, i: int) -> Tensor:
+        """This rank's piece of parameter i, 1-D, in the parameter's memory and dtype."""
+        return flat_view(self.params[i])[self._start[i] : self._start[i] + self._own[i]]
+
+    def ensure(self, indices: Iterable[int], groups: list[dict[str, Any]]) -> None:
+        """Create masters and state of the parameters that are active for the first time."""
+        new = [i for i in indices if i not in self.live]
+        if not new:
+            return
+        self.live.update(new)
+        half = [i for i in new if self.layout.dtypes[i].itemsize == 2]
+        for i, master in self.allocate(half).items():
+            self.masters[i] = master.copy_(self.own_view(i))
+        self.create(new, groups)
+
+    def allocate(self, indices: list[int]) -> dict[int, Tensor]:
+        """Zeros of each own piece's size, in the update dtype; one allocation per dtype."""
+        out: dict[int, Tensor] = {}
+        for dtype in {shard_dtype(self.layout.dtypes[i]) for i in indices}:
+            some = [i for i in indices if shard_dtype(self.layout.dtypes[i]) == dtype]
+            room = [-(-self._own[i] // ALIGN) * ALIGN for i in some]
+            flat = torch.zeros(sum(room), dtype=dtype, device=self.device)
+            for i, part in zip(some, flat.split(room), strict=True):
+                out[i] = part[: self._own[i]]
+        return out
+
+    def create(self, new: list[int], groups: list[dict[str, Any]]) -> None:
+        raise NotImplementedError
+
+    def begin(self, plan: Plan, grads: Gradients, groups: list[dict[str, Any]]) -> None:
+        """Once per step, after begin_step has decided on the device."""
+        raise NotImplementedError
+
+    def update(self, plan: Plan, bucket: Bucket, grads: Gradients, out: Tensor | None) -> None:
+        """Update the bucket's own pieces; new values also go to `out` [stride], if given."""
+        raise NotImplementedError
+
+    def entries(self, i: int) -> dict[str, Any]:
+        """State of parameter i, tensors of the own piece's size or 0-dim; empty if none yet."""
+        raise NotImplementedError
+
+    def load(
+        self, i: int, state: dict[str, Any], master: Tensor | None, groups: list[dict[str, Any]]
+    ) -> None:
+        """Replace the state of parameter i by `state`, pieces like those of `entries`."""
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        """Forget all state."""
+        self.masters.clear()
+        self.live.clear()
+        self.steps.zero_()
+
+    def restore_master(self, i: int, master: Tensor | None) -> None:
+        self.live.add(i)
+        if self.layout.dtypes[i].itemsize == 2:
+            self.masters[i] = next(iter(self.allocate([i]).values()))
+            self.masters[i].copy_(self.own_view(i) if master is None else master)
+
+
+class FusedShard(Shard):
+    """State updated by `torch.ops.dynzero.update_shard`."""
+
+    def __init__(
+        self,
+        params: list[Tensor],
+        layout: Layout,
+        device: torch.device,
+        whole: bool,
+        spec: FusedSpec,
+    ) -> None:
+        self.spec = spec
+        self.state: dict[str, dict[int, Tensor]] = {key: {} for key in spec.keys}
+        self._hyper_rows: list[list[float]] = []
+        self._table_is_old = True
+        super().__init__(params, layout, device, whole)
+
+    def relayout(self, layout: Layout) -> None:
+        super().relayout(layout)
+        self._table = torch.zeros(len(STATE_POINTERS), layout.size, dtype=torch.int64)
+        self._offset_bytes = self.start * layout.itemsize
+        for i in self.live:
+            self._point(i)
+        self._table_is_old = True
+
+    def create(self, new: list[int], groups: list[dict[str, Any]]) -> None:
+        for key in self.spec.keys:
+            self.state[key].update(self.allocate(new))
+        for i in new:
+            self._point(i)
+        self._table_is_old = True
+
+    def _point(self, i: int) -> None:
+        tensors = [self.masters.get(i), *(self.state[key].get(i) for key in self.spec.keys)]
+        names = ("master", "state1", "state2")
+        for name, tensor in zip(names, tensors, strict=False):
+            self._table[STATE_POINTERS[name], i] = 0 if tensor is None else tensor.data_ptr()
+
+    def begin(self, plan: Plan, grads: Gradients, groups: list[dict[str, Any]]) -> None:
+        own_ptrs = grads.param_ptrs + self._offset_bytes
+        if self._table_is_old or not torch.equal(self._table[0], own_ptrs):
+            self._table[0] = own_ptrs
+            self._device_table = upload(self._table, self.device)
+            self._table_is_old = False
+        rows = [self.spec.row(group) for group in groups]
+        if rows != self._hyper_rows:
+            self._hyper = upload(torch.tensor(rows, dtype=torch.float64), self.device)
+            self._hyper_rows = rows
+        for g, group in enumerate(groups):
+            if isinstance(group["lr"], Tensor) and group["lr"].is_cuda:
+                self._hyper[g, HYPER_COLUMNS["lr"]] = group["lr"]
+
+    def update(self, plan: Plan, bucket: Bucket, grads: Gradients, out: Tensor | None) -> None:
+        ops.update_shard(
+            self.spec.kind,
+            plan.table.rows,
+            plan.table.own_chunks[bucket.own],
+            grads.ptrs,
+            grads.dtype(bucket),
+            self._device_table,
+            bucket.dtype,
+            out,
+            self._hyper,
+            self.steps,
+            grads.status,
+        )
+
+    def entries(self, i: int) -> dict[str, Any]:
+        if i not in self.live:
+            return {}
+        state: dict[str, Any] = {"step": self.steps[i]} if self.spec.has_step else {}
+        state.update({key: self.state[key][i] for key in self.spec.keys})
+        return state
+
+    def load(
+        self, i: int, state: dict[str, Any], master: Tensor | None, groups: list[dict[str, Any]]
+    ) -> None:
+        self.restore_master(i, master)
+        # torch keeps no step count for momentum: a loaded buffer is simply not a first one.
+        self.steps[i] = state.get("step", 1.0)
+        for key in self.spec.keys:
+            piece = next(iter(self.allocate([i]).values()))
+            if state.get(key) is not None:
+                piece.copy_(state[key])
+            self.state[key][i] = piece
+        self._point(i)
+        self._table_is_old = True
+
+    def clear(self) -> None:
+        super().clear()
+        for pieces in self.state.values():
+            pieces.clear()
+        self._table.zero_()
+
+
+class TorchShard(Shard):
+    """Any elementwise torch.optim class, run on 1-D pieces (as torch's ZeroRedundancyOptimizer)."""
+
+    def __init__(
+        self,
+        params: list[Tensor],
+        layout: Layout,
+        device: torch.device,
+        whole: bool,
+        build: Any,
+        check_finite: bool,
+    ) -> None:
+        self.build, self.check_finite = build, check_finite
+        self.inner: Any = None
+        self.pieces: dict[int, Tensor] = {}
+        super().__init__(params, layout, device, whole)
+
+    def create(self, new: list[int], groups: list[dict[str, Any]]) -> None:
+        for i in new:
+            self._wrap(i)
+        # Some classes (Adagrad) create their state at construction, hence an instance for these.
+        fresh = self.build(self._inner_groups(new, groups))
+        if self.inner is None:
+            self.inner = fresh
+        else:
+            self.inner.state.update(fresh.state)
+
+    def _wrap(self, i: int) -> None:
+        value = self.masters[i] if i in self.masters else self.own_view(i)
+        if i in self.pieces:
+            self.pieces[i].data = value
+        else:
+            self.pieces[i] = torch.nn.Parameter(value, requires_grad=False)
+
+    def _inner_groups(
+        self, indices: Iterable[int], groups: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """The user's groups with the pieces of `indices` in place of the parameters."""
+        members: list[list[Tensor]] = [[] for _ in groups]
+        group_of = self.layout.group.tolist()
+        for i in indices:
+            members[group_of[i]].append(self.pieces[i])
+        return [
+            {**{k: v for k, v in group.items() if k not in NOT_OPTIONS}, "params": pieces}
+            for group, pieces in zip(groups, members, strict=True)
+        ]
+
+    def begin(self, plan: Plan, grads: Gradients, groups: list[dict[str, Any]]) -> None:
+        self.stepped = not (self.check_finite and bool(grads.status[STATUS_FIELDS["found"]]))
+        if not self.stepped:
+            return
+        active = sorted(plan.indices)
+        clip = grads.status[STATUS_FIELDS["clip"]] if grads.clipping else None
+        for i in active:
+            self._refresh(i)
+            grad = grads.averaged(i)
+            self.pieces[i].grad = grad if clip is None else grad * clip.to(grad.dtype)
+        self.inner.param_groups = self._inner_groups(active, groups)
+        self.inner.step()
+        for group, inner in zip(groups, self.inner.param_groups, strict=True):
+            group.update({k: v for k, v in inner.items() if k != "params"})
+        for i in active:
+            self.pieces[i].grad = None
+
+    def _refresh(self, i: int) -> None:
+        """Follow weights that were loaded, moved or edited behind our back."""
+        own = self.own_view(i)
+        if i in self.masters:
+            master = self.masters[i]
+            torch.where(master.to(own.dtype) == own, master, own.to(master.dtype), out=master)
+        elif own.data_ptr() != self.pieces[i].data_ptr():
+            self.pieces[i].data = own
+
+    def update(self, plan: Plan, bucket: Bucket, grads: Gradients, out: Tensor | None) -> None:
+        if not self.stepped:
+            return
+        rows = zip(plan.indices[bucket.rows], plan.offsets[bucket.rows], strict=True)
+        for i, offset in rows:
+            if out is not None:
+                out[offset : offset + self._own[i]].copy_(self.pieces[i])
+            elif i in self.masters:
+                self.own_view(i).copy_(self.masters[i])
+
+    def entries(self, i: int) -> dict[str, Any]:
+        return dict(self.inner.state.get(self.pieces[i], {})) if i in self.live else {}
+
+    def load(
+        self, i: int, state: dict[str, Any], master: Tensor | None, groups: list[dict[str, Any]]
+    ) -> None:
+        self.restore_master(i, master)
+        self._wrap(i)
+        if self.inner is None:
+            self.inner = self.build(self._inner_groups([i], groups))
+        piece = self.pieces[i]
+        self.inner.state[piece] = {
+            k: v.to(piece.dtype).clone() if isinstance(v, Tensor) and v.dim() > 0 else copied(v)
+            for k, v in state.items()
+        }
+
+    def clear(self) -> None:
+        super().clear()
+        self.inner = None
+        self.pieces.clear()
+
+
+def copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def upload(table: Tensor, device: torch.device) -> Tensor:
+    """A copy of a CPU tensor on `device`; asynchronous, through pinned memory, on CUDA."""
+    if device.type == "cpu":
+        return table.clone()
+    return table.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,221 @@
+"""State dictionaries: this rank's shard, or torch's own format whole, at any world size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .layout import flat_copy, shard_dtype, unflatten
+from .shard import FusedShard
+from .transports.control import Action
+
+if TYPE_CHECKING:
+    from .optimizer import ZeroOptimizer
+
+# State entries of torch.optim that are one number, whatever the parameter's shape.
+NUMBERS = ("step", "mu_product", "mu", "eta")
+OURS = ("absent", "average")
+
+
+def entries(opt: ZeroOptimizer, i: int, steps: list[float]) -> dict[str, Any]:
+    """State of parameter i with its master; empty if it has never been updated."""
+    if isinstance(opt._shard, FusedShard) and steps[i] == 0:
+        return {}
+    state = opt._shard.entries(i)
+    if state and i in opt._shard.masters:
+        state["master"] = opt._shard.masters[i]
+    return state
+
+
+def tag(opt: ZeroOptimizer, form: str) -> dict[str, Any]:
+    return {
+        "format": form,
+        "iteration": opt._iteration,
+        "loss_scale": opt._scale.state_dict(),
+        "groups": [{key: group[key] for key in OURS} for group in opt.param_groups],
+    }
+
+
+def torch_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in group.items() if k not in OURS} for group in groups]
+
+
+def shard_state_dict(opt: ZeroOptimizer, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    opt.state.clear()
+    steps = opt._shard.steps.tolist()
+    for i, p in enumerate(opt._params):
+        own = entries(opt, i, steps)
+        if own:
+            opt.state[p] = own
+    packed = base()
+    packed["param_groups"] = torch_groups(packed["param_groups"])
+    packed["dynzero"] = {
+        **tag(opt, "shard"), "world": opt._control.world, "rank": opt._control.rank,
+        "stage": opt._options.stage,
+    }  # fmt: skip
+    return packed
+
+
+def full_state_dict(opt: ZeroOptimizer, rank0_only: bool) -> dict[str, Any]:
+    opt._agree(Action.STATE)
+    keep = not rank0_only or opt._control.rank == 0
+    steps = opt._shard.steps.tolist()
+    state: dict[int, dict[str, Any]] = {}
+    for i in range(opt._layout.size):
+        whole = {}
+        for key, value in entries(opt, i, steps).items():
+            piece = isinstance(value, Tensor) and value.dim() > 0
+            value = whole_tensor(opt, i, value) if piece else detached(value)
+            if keep:
+                whole[key] = value.cpu() if rank0_only and piece else value
+        if whole:
+            state[i] = whole
+    if not keep:
+        return {}
+    packed = torch.optim.Optimizer.state_dict(opt)
+    groups = torch_groups(packed["param_groups"])
+    return {"state": state, "param_groups": groups, "dynzero": tag(opt, "full")}
+
+
+def detached(value: Any) -> Any:
+    """One number of the state; torch keeps step counts on the CPU."""
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+
+
+def whole_tensor(opt: ZeroOptimizer, i: int, piece: Tensor) -> Tensor:
+    """Collective: the tensor, in the parameter's shape, of which each rank holds a piece."""
+    if opt._mover is not None and not opt._shard.whole:
+        padded = torch.zeros(int(opt._layout.piece[i]), dtype=piece.dtype, device=piece.device)
+        padded[: piece.numel()] = piece
+        piece = opt._mover.gather_rows(padded).view(-1)[: int(opt._layout.numel[i])]
+    return unflatten(piece, opt._params[i])
+
+
+# Loading.
+
+
+def load(opt: ZeroOptimizer, state_dict: dict[str, Any]) -> None:
+    opt._agree(Action.STATE)
+    error: Exception | None = None
+    loaded: dict[int, tuple[dict[str, Any], Tensor | None]] = {}
+    try:
+        state_dict = run_pre_hooks(opt, state_dict)
+        order = match_params(opt, state_dict)
+        form = check_tag(opt, state_dict.get("dynzero") or {})
+        for saved, state in state_dict["state"].items():
+            i = order[saved]
+            pieces = {k: piece_of(opt, i, k, v, form) for k, v in state.items()}
+            master = pieces.pop("master", None)
+            loaded[i] = (pieces, master)
+    except (ValueError, TypeError, RuntimeError) as caught:
+        error = caught
+    except (KeyError, AttributeError) as caught:
+        error = ValueError(f"load_state_dict: expected a state dict of an optimizer: {caught!r}")
+    opt._control.raise_together(error)
+    commit(opt, state_dict, loaded)
+
+
+def run_pre_hooks(opt: ZeroOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    state_dict = dict(state_dict)
+    for hook in opt._optimizer_load_state_dict_pre_hooks.values():
+        changed = hook(opt, state_dict)
+        state_dict = state_dict if changed is None else changed
+    return state_dict
+
+
+def check_tag(opt: ZeroOptimizer, own: dict[str, Any]) -> str:
+    """"shard" or "full"; ValueError for a shard of another place."""
+    if own.get("format") != "shard":
+        return "full"
+    here = {
+        "world": opt._control.world,
+        "rank": opt._control.rank,
+        "stage": opt._options.stage,
+    }
+    for key, value in here.items():
+        whole_both = key == "stage" and 0 not in (own["stage"], value)
+        if own[key] != value and not whole_both:
+            raise ValueError(
+                f"load_state_dict: this shard was saved at {key} {own[key]}, expected {key} "
+                f"{value}; save with full_state_dict(), which loads at any world size and stage"
+            )
+    return "shard"
+
+
+def match_params(opt: ZeroOptimizer, state_dict: dict[str, Any]) -> dict[int, int]:
+    """Our parameter index for each saved one: by name where both have names, else by order."""
+    saved = state_dict["param_groups"]
+    if len(saved) != len(opt.param_groups):
+        raise ValueError(
+            f"load_state_dict: expected {len(opt.param_groups)} parameter groups, got {len(saved)}"
+        )
+    order: dict[int, int] = {}
+    index = {name: i for i, name in enumerate(opt._names)}
+    first = 0
+    for g, (theirs, ours) in enumerate(zip(saved, opt.param_groups, strict=True)):
+        if len(theirs["params"]) != len(ours["params"]):
+            raise ValueError(
+                f"load_state_dict: expected {len(ours['params'])} parameters in group {g}, got "
+                f"{len(theirs['params'])}"
+            )
+        by_name = "param_names" in theirs and "param_names" in ours
+        if by_name and set(theirs["param_names"]) != set(ours["param_names"]):
+            unknown = sorted(set(theirs["param_names"]) ^ set(ours["param_names"]))
+            raise ValueError(
+                f"load_state_dict: group {g}: parameter names differ, for example '{unknown[0]}'"
+            )
+        for k, saved_index in enumerate(theirs["params"]):
+            order[saved_index] = index[theirs["param_names"][k]] if by_name else first + k
+        first += len(ours["params"])
+    return order
+
+
+def piece_of(opt: ZeroOptimizer, i: int, key: str, value: Any, form: str) -> Any:
+    """This rank's piece of one loaded state entry, in the update dtype; numbers as they are."""
+    if key in NUMBERS or not isinstance(value, Tensor):
+        number = isinstance(value, (int, float)) and key == "step"
+        return torch.tensor(float(value)) if number else value
+    p, name = opt._params[i], opt._names[i]
+    dtype = shard_dtype(opt._layout.dtypes[i])
+    start, own = int(opt._shard.start[i]), int(opt._shard.own[i])
+    if form == "shard":
+        if value.numel() != own:
+            raise ValueError(
+                f"load_state_dict: '{key}' of parameter '{name}': expected a piece of {own} "
+                f"elements, got {value.numel()}"
+            )
+        return value.to(opt._device, dtype)
+    if value.shape != p.shape:
+        raise ValueError(
+            f"load_state_dict: '{key}' of parameter '{name}': expected shape {tuple(p.shape)}, got "
+            f"{tuple(value.shape)}"
+        )
+    wide = value.to(opt._device)
+    if p.is_complex() and not wide.is_complex():
+        wide = wide.to(p.dtype)
+    return flat_copy(wide, p)[start : start + own].to(dtype)
+
+
+def commit(
+    opt: ZeroOptimizer,
+    state_dict: dict[str, Any],
+    loaded: dict[int, tuple[dict[str, Any], Tensor | None]],
+) -> None:
+    own = state_dict.get("dynzero") or {}
+    for g, (ours, theirs) in enumerate(
+        zip(opt.param_groups, state_dict["param_groups"], strict=True)
+    ):
+        ours.update({k: v for k, v in theirs.items() if k not in ("params", "param_names")})
+        if "groups" in own:
+            ours.update(own["groups"][g])
+    opt._shard.clear()
+    for i, (state, master) in loaded.items():
+        opt._shard.load(i, state, master, opt.param_groups)
+    if own:
+        opt._iteration = own["iteration"]
+        opt._scale.load_state_dict(own["loss_scale"])
+    for hook in opt._optimizer_load_state_dict_post_hooks.values():
+        hook(opt)

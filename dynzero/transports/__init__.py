@@ -1,0 +1,1 @@
+"""Everything that talks to other ranks. Nothing else imports torch.distributed."""

@@ -1,0 +1,83 @@
+"""The `collective` transport: any torch.distributed backend.
+
+A bucket goes out in one all-to-all; each rank receives every rank's slots for the pieces that it
+owns, and sums them itself, in rank order (Note [Sum on the owner]). New values come back in one
+all-gather.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Note [Sum on the owner]
+# An all-to-all moves exactly the bytes of a reduce-scatter, but leaves the sum to us: in float32
+# whatever the wire dtype, and in rank order whatever the backend, the bucket or the world size. So
+# a 16-bit wire loses nothing to the sum (neither 40000 on every rank nor 6e-8 on every rank, which
+# no scaling before the sum can both save), results have the same bits for every bucket size, and
+# slots of ranks without a gradient are never read.
+
+
+class Work:
+    """A collective under way."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def ready(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        """On the CPU waits for the data; on CUDA makes the current stream wait for it."""
+        self._work.wait()
+
+
+class Collective:
+    """Data collectives of one optimizer, over a group of its own with the user's backend."""
+
+    @staticmethod
+    def check(group: Any, device: torch.device) -> None:
+        """ValueError if the group's backend cannot move tensors of this device."""
+        backend = dist.get_backend(dist.group.WORLD if group is None else group)
+        if device.type == "cuda" and backend == "gloo":
+            raise ValueError(
+                "process_group: backend gloo has no all-to-all for CUDA tensors; initialise with "
+                "'nccl' or 'cpu:gloo,cuda:nccl'"
+            )
+        if device.type == "cpu" and backend == "nccl":
+            raise ValueError(
+                "process_group: backend nccl cannot move CPU tensors; use 'gloo' or "
+                "'cpu:gloo,cuda:nccl'"
+            )
+
+    def __init__(self, group: Any, ranks: list[int], timeout: Any) -> None:
+        backend = dist.get_backend(dist.group.WORLD if group is None else group)
+        self.ranks = ranks
+        self.group = dist.new_group(
+            ranks, backend=backend, timeout=timeout, use_local_synchronization=True
+        )
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
+        """sent [world, stride]: row r goes to rank r; received [world, stride]: row r from rank r."""
+        work = dist.all_to_all_single(
+            as_bytes(received), as_bytes(sent), group=self.group, async_op=True
+        )
+        return Work(work)
+
+    def all_gather(self, everybody: Tensor, mine: Tensor) -> Work:
+        """everybody [world, ...] receives `mine` of each rank; `mine` may be its own row of it."""
+        work = dist.all_gather_into_tensor(
+            as_bytes(everybody), as_bytes(mine), group=self.group, async_op=True
+        )
+        return Work(work)
+
+    def broadcast_from_first(self, tensor: Tensor) -> None:
+        dist.broadcast(as_bytes(tensor), src=self.ranks[0], group=self.group)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Backends differ in the dtypes they know; every one of them moves bytes."""
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,265 @@
+"""The host-side exchange: what each rank is doing, and which parameters have a gradient there.
+
+One small all-gather over CPU memory per window (and per backward in stage 2). Every message carries
+what its rank is doing, so ranks that differ find out together. See Note [One exchange at a time].
+"""
+
+from __future__ import annotations
+
+import datetime
+import struct
+import time
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Note [One exchange at a time]
+# Every rank sends one message per exchange and receives everybody's, so all ranks judge the same
+# facts and reach the same verdict: go on, take part in somebody's backward round, or raise the same
+# error. Only these messages may decide which collectives follow; nothing local may.
+
+
+class Action(IntEnum):
+    """What a rank is doing when it sends its message."""
+
+    ROUND = 1  # the end of a backward pass (stage 2)
+    STEP = 2
+    GRAD_NORM = 3
+    CLIP = 4
+    FULL_GRAD = 5
+    JOIN = 6
+    ADD_GROUP = 7
+    STATE = 8
+
+
+SPOKEN = {
+    Action.ROUND: "the end of a backward pass",
+    Action.STEP: "step()",
+    Action.GRAD_NORM: "grad_norm()",
+    Action.CLIP: "clip_grad_norm_()",
+    Action.FULL_GRAD: "full_grad()",
+    Action.JOIN: "the end of join()",
+    Action.ADD_GROUP: "add_param_group()",
+    Action.STATE: "saving or loading state",
+}
+
+
+class Message(NamedTuple):
+    """The fixed part of a message; `detail` holds the call's arguments as numbers."""
+
+    iteration: int
+    window: int
+    round: int
+    action: Action
+    fingerprint: int
+    trouble: int  # 1 when the rank has an error to report
+    detail: tuple[float, float]
+
+    def pack(self) -> bytes:
+        return struct.pack("<6q2d", *self[:6], *self.detail)
+
+
+MESSAGE_BYTES = struct.calcsize("<6q2d")
+
+
+def unpack(raw: bytes) -> Message:
+    *head, a, b = struct.unpack("<6q2d", raw)
+    return Message(head[0], head[1], head[2], Action(head[3]), head[4], head[5], (a, b))
+
+
+class Agreed(NamedTuple):
+    """Everybody's messages. `bits`: uint8 [world, bytes] presence, little-endian."""
+
+    messages: list[Message]
+    bits: Tensor
+
+    def taking_part(self, action: Action) -> Tensor:
+        """Presence of the ranks that are at `action`; the others contribute nothing."""
+        at = torch.tensor([m.action == action for m in self.messages])
+        return self.bits if bool(at.all()) else self.bits * at.to(torch.uint8).unsqueeze(1)
+
+    def any_at(self, action: Action) -> bool:
+        return any(m.action == action for m in self.messages)
+
+
+class Control:
+    """The exchange of one optimizer, over a Gloo group of its own (none for one process)."""
+
+    def __init__(self, group: Any) -> None:
+        self.world, self.rank, self.ranks = 1, 0, [0]
+        self.group: Any = None
+        if not dist.is_available() or not dist.is_initialized():
+            if group is not None:
+                raise ValueError("process_group: torch.distributed is not initialised")
+            return
+        group = dist.group.WORLD if group is None else group
+        if dist.get_rank(group) < 0:
+            raise ValueError(
+                f"process_group: rank {dist.get_rank()} is not a member; build the optimizer only "
+                "on the ranks of the group"
+            )
+        self.ranks = dist.get_process_group_ranks(group)
+        self.world, self.rank = len(self.ranks), dist.get_rank(group)
+        self.timeout = group_timeout(group)
+        if self.world > 1:
+            self.group = dist.new_group(
+                self.ranks, backend="gloo", timeout=self.timeout, use_local_synchronization=True
+            )
+
+    def start(self, message: Message, bits: Tensor) -> Exchange:
+        """Send this rank's message; `bits` uint8 [bytes] of the same length on every rank."""
+        return Exchange(self, message, bits)
+
+    def exchange(self, message: Message, bits: Tensor) -> Agreed:
+        return self.start(message, bits).wait()
+
+    def gather_objects(self, thing: Any) -> list[Any]:
+        """`thing` (picklable) of every rank, in rank order, on every rank."""
+        if self.world == 1:
+            return [thing]
+        things: list[Any] = [None] * self.world
+        dist.all_gather_object(things, thing, group=self.group)
+        return things
+
+    def raise_together(self, error: Exception | None) -> None:
+        """Collective. If any rank brings an error, raise on every rank, naming the first such rank.
+
+        The same exception type everywhere; a rank with an error of its own raises that one.
+        """
+        if self.world == 1:
+            if error is not None:
+                raise error
+            return
+        brought = self.gather_objects(None if error is None else (kind_of(error), str(error)))
+        if error is not None:
+            raise error
+        for rank, other in enumerate(brought):
+            if other is not None:
+                raise ERRORS[other[0]](f"rank {rank}: {other[1]}")
+
+    def lost(self, message: Message, cause: Exception) -> RuntimeError:
+        """The error for an exchange that did not complete, naming the ranks that are missing."""
+        missing = missing_ranks(self, message)
+        who = f"rank(s) {missing}" if missing else "another rank"
+        return RuntimeError(
+            f"rank {self.rank} waited at {SPOKEN[message.action]} of iteration {message.iteration}, "
+            f"but {who} did not arrive within {self.timeout.total_seconds():g} s or died; every "
+            f"rank of the group must make the same calls (opt.join() covers uneven data): {cause}"
+        )
+
+
+ERRORS: dict[str, type[Exception]] = {
+    "ValueError": ValueError,
+    "TypeError": TypeError,
+    "RuntimeError": RuntimeError,
+}
+
+
+def kind_of(error: Exception) -> str:
+    return next((k for k, t in ERRORS.items() if isinstance(error, t)), "RuntimeError")
+
+
+class Exchange:
+    """One exchange under way: `ready()` never blocks, `wait()` returns the verdict or raises."""
+
+    def __init__(self, control: Control, message: Message, bits: Tensor) -> None:
+        self.control, self.message = control, message
+        head = torch.frombuffer(bytearray(message.pack()), dtype=torch.uint8)
+        self.mine = torch.cat([head, bits])
+        self.all = self.mine.unsqueeze(0)
+        self.work: Any = None
+        if control.world > 1:
+            self.all = torch.empty(control.world, self.mine.numel(), dtype=torch.uint8)
+            try:
+                self.work = dist.all_gather_into_tensor(
+                    self.all.view(-1), self.mine, group=control.group, async_op=True
+                )
+            except RuntimeError as cause:
+                raise control.lost(message, cause) from cause
+
+    def ready(self) -> bool:
+        return self.work is None or self.work.is_completed()
+
+    def wait(self) -> Agreed:
+        if self.work is not None:
+            try:
+                self.work.wait()
+            except RuntimeError as cause:
+                raise self.control.lost(self.message, cause) from cause
+        heads = self.all[:, :MESSAGE_BYTES].contiguous()
+        return Agreed(unpack_all(heads), self.all[:, MESSAGE_BYTES:])
+
+
+def unpack_all(heads: Tensor) -> list[Message]:
+    raw = bytes(heads.flatten().tolist())
+    return [unpack(raw[i : i + MESSAGE_BYTES]) for i in range(0, len(raw), MESSAGE_BYTES)]
+
+
+def first_difference(messages: Sequence[Message], waiting: Sequence[Action]) -> str | None:
+    """What keeps these messages from belonging together, or None.
+
+    Ranks at `waiting` actions may meet ranks at ROUND; ranks at JOIN may meet anybody.
+    """
+    base = messages[0]
+    for rank, m in enumerate(messages):
+        if (m.iteration, m.window, m.round) != (base.iteration, base.window, base.round):
+            return out_of_step(0, base, rank, m)
+    active = [(r, m) for r, m in enumerate(messages) if m.action is not Action.JOIN]
+    for rank, m in active:
+        first_rank, first = active[0]
+        if m.action is not first.action and Action.ROUND not in (m.action, first.action):
+            return out_of_step(first_rank, first, rank, m)
+        if m.action is first.action and m.detail != first.detail:
+            return (
+                f"{SPOKEN[m.action]} was called with {first.detail} on rank {first_rank} but with "
+                f"{m.detail} on rank {rank}; pass the same arguments on every rank"
+            )
+        if Action.ROUND in (m.action, first.action):
+            other = m.action if first.action is Action.ROUND else first.action
+            if other is not Action.ROUND and other not in waiting:
+                return out_of_step(first_rank, first, rank, m)
+    return None
+
+
+def out_of_step(rank_a: int, a: Message, rank_b: int, b: Message) -> str:
+    def place(m: Message) -> str:
+        return (
+            f"at {SPOKEN[m.action]} (iteration {m.iteration}, window {m.window}, round {m.round})"
+        )
+
+    return (
+        f"ranks are out of step: rank {rank_a} is {place(a)}, rank {rank_b} is {place(b)}; make the "
+        "same step(), zero_grad() and norm calls on every rank (zero_grad() on all of them starts "
+        "a fresh window)"
+    )
+
+
+def group_timeout(group: Any) -> datetime.timedelta:
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        backend = group._get_backend(torch.device("cuda"))
+    options = getattr(backend, "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout if timeout is not None else dist.constants.default_pg_timeout
+
+
+def missing_ranks(control: Control, message: Message, grace_s: float = 3.0) -> list[int]:
+    """Ranks of the group that do not report, through the store, that they are waiting as well."""
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        name = f"dynzero/{control.group.group_name}/{message.iteration}/{message.window}"
+        keys = [f"{name}/{message.round}/{rank}" for rank in range(control.world)]
+        store.set(keys[control.rank], "waiting")
+        deadline = time.monotonic() + grace_s
+        missing = list(range(control.world))
+        while missing and time.monotonic() < deadline:
+            missing = [r for r in missing if not store.check([keys[r]])]
+            time.sleep(0.05)
+        return missing
+    except RuntimeError:
+        return []
