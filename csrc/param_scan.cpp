@@ -1,0 +1,122 @@
+// See param_scan.h. Reads TensorImpl directly: the calls on at::Tensor go through the dispatcher or
+// check for warnings, and this loop runs over every parameter in every step.
+#include "param_scan.h"
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+
+namespace dynzero {
+namespace {
+
+// Tensors whose data is not simply there: another layout, a pending conjugation or negation, a
+// symbolic zero, a Python subclass that wraps something else.
+bool has_plain_data(const at::TensorImpl* impl) {
+  static const c10::DispatchKeySet special(
+      {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor,
+       c10::DispatchKey::Python});
+  return impl->has_storage() && impl->layout() == c10::kStrided &&
+         !impl->key_set().has_any(special);
+}
+
+bool same_sizes(const at::TensorImpl* a, const at::TensorImpl* b) {
+  return a->sizes() == b->sizes();
+}
+
+// Strides of dimensions of size 1 say nothing, those of empty tensors neither.
+bool same_strides(at::IntArrayRef sizes, at::IntArrayRef a, at::IntArrayRef b) {
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (a[i] != b[i] && sizes[i] != 1) return false;
+  }
+  return true;
+}
+
+int64_t address_of(const void* data) { return reinterpret_cast<int64_t>(data); }
+
+// The kernels may read `grad` element by element beside `param`.
+bool is_plain_grad(const at::TensorImpl* grad, const at::TensorImpl* param) {
+  return has_plain_data(grad) && grad->dtype() == param->dtype() &&
+         grad->device() == param->device() && same_sizes(grad, param) &&
+         param->is_non_overlapping_and_dense() &&
+         same_strides(param->sizes(), grad->strides(), param->strides());
+}
+
+void check_table(const char* name, const at::Tensor& table, at::ScalarType dtype, int64_t size) {
+  TORCH_CHECK(table.device().is_cpu(), "ParamScan.read: expected ", name, " on cpu, got ",
+              table.device());
+  TORCH_CHECK(table.scalar_type() == dtype && table.dim() == 1 && table.size(0) == size &&
+                  table.is_contiguous(),
+              "ParamScan.read: expected ", name, " contiguous, of dtype ", dtype, " and size [", size,
+              "], got ", table.scalar_type(), " ", table.sizes());
+}
+
+}  // namespace
+
+ParamScan::ParamScan(pybind11::list params) : params_(pybind11::list(params)) {
+  // A copy: the caller's list may change later.
+  params_ = pybind11::reinterpret_steal<pybind11::list>(
+      PyList_GetSlice(params.ptr(), 0, PyList_GET_SIZE(params.ptr())));
+  for (const auto& item : params_) {
+    TORCH_CHECK(THPVariable_Check(item.ptr()), "ParamScan: expected a list of tensors, got a ",
+                Py_TYPE(item.ptr())->tp_name, " in it");
+    const at::Tensor& param = THPVariable_Unpack(item.ptr());
+    TORCH_CHECK(param.layout() == c10::kStrided,
+                "ParamScan: expected strided parameters, got layout ", param.layout());
+    const auto first = static_cast<int64_t>(layouts_.size());
+    remembered_.push_back({param.scalar_type(), param.device(), first, param.dim()});
+    layouts_.insert(layouts_.end(), param.sizes().begin(), param.sizes().end());
+    layouts_.insert(layouts_.end(), param.strides().begin(), param.strides().end());
+  }
+}
+
+bool ParamScan::as_remembered(const Remembered& remembered, const at::Tensor& param) const {
+  const at::TensorImpl* impl = param.unsafeGetTensorImpl();
+  if (impl->layout() != c10::kStrided || param.scalar_type() != remembered.dtype ||
+      impl->device() != remembered.device) {
+    return false;
+  }
+  const auto dim = static_cast<size_t>(remembered.dim);
+  const at::IntArrayRef sizes(layouts_.data() + remembered.first, dim);
+  const at::IntArrayRef strides(layouts_.data() + remembered.first + dim, dim);
+  return impl->sizes() == sizes &&
+         (impl->numel() == 0 || same_strides(sizes, strides, impl->strides()));
+}
+
+std::pair<ParamScan::Indices, ParamScan::Indices> ParamScan::read(const at::Tensor& grad_ptrs,
+                                                                  const at::Tensor& param_ptrs,
+                                                                  const at::Tensor& present) const {
+  const auto num_params = static_cast<int64_t>(remembered_.size());
+  check_table("grad_ptrs", grad_ptrs, at::ScalarType::Long, num_params);
+  check_table("param_ptrs", param_ptrs, at::ScalarType::Long, num_params);
+  check_table("present", present, at::ScalarType::Byte, (num_params + 7) / 8);
+  auto* grad_addresses = grad_ptrs.mutable_data_ptr<int64_t>();
+  auto* param_addresses = param_ptrs.mutable_data_ptr<int64_t>();
+  auto* bits = present.mutable_data_ptr<uint8_t>();
+  std::fill(bits, bits + present.numel(), uint8_t{0});
+
+  Indices odd;
+  Indices changed;
+  for (int64_t i = 0; i < num_params; ++i) {
+    // Unpacked anew each time: torch.utils.swap_tensors exchanges what an object refers to.
+    const at::Tensor& param = THPVariable_Unpack(PyList_GET_ITEM(params_.ptr(), i));
+    at::TensorImpl* impl = param.unsafeGetTensorImpl();
+    if (!as_remembered(remembered_[static_cast<size_t>(i)], param)) changed.push_back(i);
+    const bool readable = has_plain_data(impl) && impl->numel() > 0;
+    param_addresses[i] = readable ? address_of(impl->mutable_data()) : 0;
+    grad_addresses[i] = 0;
+    const at::Tensor& grad = impl->grad();
+    if (!grad.defined()) continue;
+    bits[i / 8] = static_cast<uint8_t>(bits[i / 8] | 1u << (i % 8));
+    if (impl->numel() == 0) continue;
+    const at::TensorImpl* grad_impl = grad.unsafeGetTensorImpl();
+    if (readable && is_plain_grad(grad_impl, impl)) {
+      grad_addresses[i] = address_of(grad_impl->data());
+    } else {
+      odd.push_back(i);
+    }
+  }
+  return {std::move(odd), std::move(changed)};
+}
+
+}  // namespace dynzero

@@ -1,0 +1,46 @@
+// ParamScan: where the parameters and their gradients are right now, read from the Python tensor
+// objects in one call. First step of the data flow: it feeds presence and the pointer tables.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace dynzero {
+
+class ParamScan {
+ public:
+  // Keeps the tensor objects alive, and remembers dtype, device, sizes and memory order of each.
+  explicit ParamScan(pybind11::list params);
+
+  using Indices = std::vector<int64_t>;
+
+  // Fills, on the CPU and contiguous, with P parameters:
+  //   grad_ptrs   int64 [P]             address of .grad; 0 where absent, odd or empty
+  //   param_ptrs  int64 [P]             address of the parameter; 0 where it is empty
+  //   present     uint8 [ceil(P / 8)]   little-endian bits: .grad is set
+  // Returns (odd, changed). odd: parameters whose gradient the kernels cannot read in place, as it
+  // is not strided, or differs from the parameter in dtype, device, sizes or memory order, or the
+  // parameter has gaps or overlaps. changed: parameters that are not as remembered.
+  std::pair<Indices, Indices> read(const at::Tensor& grad_ptrs, const at::Tensor& param_ptrs,
+                                   const at::Tensor& present) const;
+
+ private:
+  struct Remembered {
+    at::ScalarType dtype;
+    at::Device device;
+    int64_t first;  // of its sizes, then strides, in layouts_
+    int64_t dim;
+  };
+
+  bool as_remembered(const Remembered& remembered, const at::Tensor& param) const;
+
+  pybind11::list params_;
+  std::vector<Remembered> remembered_;
+  std::vector<int64_t> layouts_;
+};
+
+}  // namespace dynzero

@@ -1,0 +1,57 @@
+"""The tables of one plan: its rows and the chunks that they are cut into (csrc/segments.h)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._build import load_extension
+
+COLUMNS: dict[str, int] = load_extension().ROW_COLUMNS
+CHUNK: int = load_extension().CHUNK
+
+
+class Table(NamedTuple):
+    """All int64 and on one device.
+
+    rows         [n, len(COLUMNS)]  one active parameter each
+    full_chunks  [f]                row << 32 | chunk, over the padded parameters
+    own_chunks   [o]                the same, over the elements that this rank owns
+    """
+
+    rows: Tensor
+    full_chunks: Tensor
+    own_chunks: Tensor
+
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> Table:
+        """On `device`, by one copy."""
+        flat = torch.cat([part.reshape(-1) for part in self])
+        if torch.device(device).type == "cuda":
+            flat = flat.pin_memory()
+        flat = flat.to(device, non_blocking=non_blocking)
+        rows, full, own = flat.split([part.numel() for part in self])
+        return Table(rows.view(self.rows.shape), full, own)
+
+
+def make_table(rows: Tensor, world: int) -> Table:
+    """Cuts rows into chunks.
+
+    rows: int64 [n, len(COLUMNS)] on the CPU; full_first and own_first are filled in here, in a copy.
+    """
+    rows = rows.clone()
+    full_chunks, full_first = _cut(rows[:, COLUMNS["piece"]] * world)
+    own_chunks, own_first = _cut(rows[:, COLUMNS["own_numel"]])
+    rows[:, COLUMNS["full_first"]] = full_first
+    rows[:, COLUMNS["own_first"]] = own_first
+    return Table(rows, full_chunks, own_chunks)
+
+
+def _cut(numel: Tensor) -> tuple[Tensor, Tensor]:
+    """Packed chunks of rows with `numel` elements, and the number of each row's first chunk."""
+    count = (numel + (CHUNK - 1)) // CHUNK
+    first = count.cumsum(0) - count
+    row = torch.repeat_interleave(count)
+    chunk = torch.arange(row.numel()) - first[row]
+    return row << 32 | chunk, first

@@ -1,0 +1,69 @@
+"""Builds dynzero._C: CMake compiles the kernels (CMakeLists.txt), setuptools links the module.
+
+Needs torch in the environment that dynzero is for: pip install --no-build-isolation .
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from setuptools import setup
+from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+ROOT = Path(__file__).parent.resolve()
+MODULE_SOURCES = ["bindings.cpp", "ops.cpp", "ops_cpu.cpp", "param_scan.cpp"]
+# A library is searched for once, in the order of the command line: the kernels' own come last.
+CUDA_LIBRARIES = ["-lc10_cuda", "-ldl", "-lrt", "-lpthread"]
+
+
+def cuda_choice() -> str:
+    """Value of the CMake option DYNZERO_CUDA. Says what was chosen, and why."""
+    if torch.version.cuda is None:
+        choice, why = "OFF", f"torch {torch.__version__} is built without CUDA"
+    elif shutil.which("nvcc") is None:
+        choice, why = "OFF", f"torch is built for CUDA {torch.version.cuda}, but nvcc is not on PATH"
+    else:
+        choice, why = "ON", f"torch is built for CUDA {torch.version.cuda}, and nvcc is on PATH"
+    kind = "with CUDA" if choice == "ON" else "for the CPU only"
+    print(f"*** dynzero: building {kind}: {why}", file=sys.stderr)
+    return choice
+
+
+class BuildKernelsAndModule(BuildExtension):
+    def build_extensions(self) -> None:
+        build = Path(self.build_temp).resolve() / "kernels"
+        configure = ["cmake", "-S", ROOT, "-B", build, "-G", "Ninja"]
+        torch_include = Path(torch.__file__).parent / "include"
+        configure += [f"-DDYNZERO_CUDA={cuda_choice()}", f"-DDYNZERO_TORCH_INCLUDE={torch_include}"]
+        subprocess.run(configure, check=True)
+        subprocess.run(["cmake", "--build", build], check=True)
+        info = json.loads((build / "kernels.json").read_text())
+        library = str(build / "libdynzero_kernels.a")
+        (module,) = self.extensions
+        module.include_dirs += [str(build)]
+        module.extra_objects += [library]
+        module.depends += [library]
+        if info["cuda"]:
+            module.sources += ["csrc/ops_cuda.cpp"]
+            module.define_macros += [("DYNZERO_CUDA", None)]
+            module.include_dirs += info["cuda_include"]
+            module.extra_link_args += [info["cudart"], *CUDA_LIBRARIES]
+        super().build_extensions()
+
+
+headers = [str(path) for path in (ROOT / "csrc").glob("*.h*")]
+setup(
+    ext_modules=[
+        CppExtension(
+            "dynzero._C",
+            [f"csrc/{name}" for name in MODULE_SOURCES],
+            depends=headers,
+            extra_compile_args=["-O1", "-g0", "-fvisibility=hidden", "-Wall"],
+            extra_link_args=["-fopenmp"],
+        )
+    ],
+    cmdclass={"build_ext": BuildKernelsAndModule},
+)
