@@ -142,7 +142,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Accumulator<Param>>)
 
   Arrays<Grad, Param> arrays(args, row, begin);
   const double* hyper = args.hyper + row.group * kHyperColumns;
-  // Without momentum the buffer takes no part.
+  // Only Adam has a second state; without momentum the first takes no part.
+  if (Kind != kAdam) arrays.state2 = nullptr;
   if (Kind == kSgd && hyper[kHyperBeta1] == 0) arrays.state1 = nullptr;
   const bool aligned = arrays.aligned();
 
