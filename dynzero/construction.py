@@ -82,7 +82,7 @@ def defaults_of(cls: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         raise TypeError("optimizer_class: expected a plain optimizer class, got a sharded one")
     dummy = torch.nn.Parameter(torch.zeros(2))
     try:
-        defaults = dict(cls([dummy], **kwargs).defaults)  # type: ignore[call-arg]
+        defaults = dict(cls([dummy], **kwargs).defaults)
     except TypeError as cause:
         raise TypeError(f"{cls.__name__}: {cause}") from cause
     check_elementwise(cls, plain_numbers(kwargs))
@@ -181,9 +181,7 @@ def build_shard(opt: ZeroOptimizer) -> Shard:
     return TorchShard(opt._params, opt._layout, opt._device, whole, build, finite)
 
 
-def build_mover(
-    control: Control, layout: Layout, device: torch.device, group: Any
-) -> Mover | None:
+def build_mover(control: Control, layout: Layout, device: torch.device, group: Any) -> Mover | None:
     """The transport, the same kind on every rank; None for one process."""
     if control.world == 1:
         return None
@@ -272,7 +270,11 @@ def explain_fingerprints(control: Control, groups: list[dict[str, Any]]) -> None
 
 
 def sync_params(
-    control: Control, collective: Collective, params: list[Tensor], names: tuple[str, ...], copy: bool
+    control: Control,
+    collective: Collective,
+    params: list[Tensor],
+    names: tuple[str, ...],
+    copy: bool,
 ) -> None:
     """Collective. Give every rank the first rank's values (`copy`), or refuse differing ones."""
     unequal: list[str] = []
@@ -332,9 +334,8 @@ def message_bits(opt: ZeroOptimizer, bits: Tensor) -> Tensor:
 
 
 def add_group(opt: ZeroOptimizer, group: dict[str, Any], add: Callable[[Any], None]) -> None:
-    """Collective add_param_group: all ranks add the same group, or all raise and nothing changes."""
-    local, agreed = opt._agree(Action.ADD_GROUP)
-    del local, agreed
+    """Collective: all ranks add the same group, or all raise and nothing changes."""
+    opt._agree(Action.ADD_GROUP)
     before = len(opt.param_groups)
     error: Exception | None = None
     lines: list[str] = []

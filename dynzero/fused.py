@@ -1,4 +1,4 @@
-"""Which torch.optim classes have a fused kernel, with which options, and what their state is called.
+"""Which torch.optim classes have a fused kernel, with which options, and their state's names.
 
 Also the test that a class is elementwise: only then may it run on pieces of a parameter.
 """
@@ -46,7 +46,9 @@ def fused_spec(cls: type[Optimizer], groups: list[dict[str, Any]]) -> tuple[Fuse
     return spec, ""
 
 
-def hyper_row(lr: Any, decay: float, beta1: float, beta2: float, eps: float, flags: float) -> Any:
+def hyper_row(
+    lr: Any, decay: float, beta1: float, beta2: float, eps: float, flags: float
+) -> list[float]:
     row = [0.0] * len(HYPER_COLUMNS)
     for name, value in {
         "lr": 0.0 if isinstance(lr, Tensor) and lr.is_cuda else float(lr),
@@ -84,9 +86,7 @@ def sgd_row(group: dict[str, Any]) -> list[float]:
 
 def lion_row(group: dict[str, Any]) -> list[float]:
     beta1, beta2 = group["betas"]
-    return hyper_row(
-        group["lr"], group["weight_decay"], beta1, beta2, 0.0, flags_of(group, True)
-    )
+    return hyper_row(group["lr"], group["weight_decay"], beta1, beta2, 0.0, flags_of(group, True))
 
 
 def check_elementwise(cls: type[Optimizer], kwargs: dict[str, Any]) -> None:
@@ -105,7 +105,7 @@ def check_elementwise(cls: type[Optimizer], kwargs: dict[str, Any]) -> None:
     parts = [torch.nn.Parameter(part.clone()) for part in start.flatten().split([7, 17])]
     try:
         for params in (whole, parts):
-            optimizer = cls(params, **{**kwargs, **rate})  # type: ignore[call-arg]
+            optimizer = cls(params, **{**kwargs, **rate})
             for grad in grads:
                 cut = [grad] if len(params) == 1 else grad.flatten().split([7, 17])
                 for p, g in zip(params, cut, strict=True):

@@ -1,8 +1,8 @@
 """What never changes about the parameters: sizes, dtypes, pieces, groups.
 
-Every parameter is seen as a flat row of reals in the order in which its memory lies (complex numbers
-as pairs), and cut into `world` pieces of `piece` elements. A parameter whose memory has gaps is
-staged: a dense copy in logical order stands in for it.
+Every parameter is seen as a flat row of reals in the order in which its memory lies (complex
+numbers as pairs), and cut into `world` pieces of `piece` elements. A parameter whose memory has
+gaps is staged: a dense copy in logical order stands in for it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def shard_dtype(dtype: torch.dtype) -> torch.dtype:
 def memory_order(p: Tensor) -> tuple[int, ...]:
     """Dimensions from the outermost to the innermost in memory, size-1 dimensions left out."""
     dims = [d for d in range(p.dim()) if p.shape[d] > 1]
-    return tuple(sorted(dims, key=lambda d: -p.stride(d)))
+    return tuple(sorted(dims, key=lambda d: p.stride()[d], reverse=True))
 
 
 def is_dense(p: Tensor) -> bool:

@@ -84,7 +84,7 @@ class ScaleState:
 
     @property
     def factor(self) -> Tensor | None:
-        """A copy of the scale that gradients carry now (a step changes it), None if there is none."""
+        """A copy of the scale that gradients carry now, None without; a step changes the scale."""
         return self.value.clone() if self.scaling else None
 
     def counters(self) -> tuple[int, int]:

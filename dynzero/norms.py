@@ -98,5 +98,3 @@ def full_grad(opt: ZeroOptimizer, local: Local, agreed: Agreed, index: int) -> T
         flat = opt._mover.gather_rows(padded).view(-1)[: int(opt._layout.numel[index])]
     assert flat.dtype == shard_dtype(flat.dtype)
     return unflatten(flat, param)
-
-

@@ -12,6 +12,7 @@ from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
 from . import construction, norms, state
+from .construction import Options
 from .layout import build_layout
 from .loss_scale import ScaleState
 from .ops import STATUS_FIELDS, ops
@@ -19,10 +20,9 @@ from .plan import Plan, counts_of, indices_of, make_plan, union
 from .reduced import Gradients, Local, Reader
 from .report import LastStep
 from .rounds import Rounds, Waitable
-from .construction import Options
 from .shard import upload
 from .transports.control import Action, Agreed, Control, Message, first_difference
-from .window import Mover, Window, run
+from .window import Window, run
 
 PLAN_CACHE = 256
 # Ranks at these calls take part in the others' backward rounds until all have arrived.
@@ -82,7 +82,9 @@ class ZeroOptimizer(Optimizer):
             error = caught
         self._control.raise_together(error)
         construction.agree_on_setup(self._control, self._description())
-        self._mover = construction.build_mover(self._control, self._layout, self._device, process_group)
+        self._mover = construction.build_mover(
+            self._control, self._layout, self._device, process_group
+        )
         if self._mover is not None:
             construction.sync_params(self._control, self._mover.collective, self._params,
                               self._layout.names, sync_params)  # fmt: skip
@@ -129,7 +131,7 @@ class ZeroOptimizer(Optimizer):
 
     # The step.
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce, check, update and gather. Collective: every rank must call it.
 
         closure: optional, run once with gradients enabled; its value is returned. `last_step` tells
@@ -275,14 +277,16 @@ class ZeroOptimizer(Optimizer):
         present: uint8 [world, bytes], whose counts become the divisors of "present" averages; None
         divides by the world size (which a reduction never uses).
         """
-        counted = present is not None and bool(self._mean_over_present.any())
-        key = (bytes(bits.tolist()), bytes(present.flatten().tolist()) if counted else b"", whole)
+        if not bool(self._mean_over_present.any()):
+            present = None
+        counts_key = b"" if present is None else bytes(present.flatten().tolist())
+        key = (bytes(bits.tolist()), counts_key, whole)
         plan = self._plans.pop(key, None)
         if plan is None:
             with record_function("dynzero::plan"):
                 active = indices_of(bits, self._layout.size)
                 divisor = torch.full_like(active, self._layout.world)
-                if counted:
+                if present is not None:
                     counts = counts_of(present, active).clamp(min=1)
                     divisor = torch.where(self._mean_over_present[active], counts, divisor)
                 plan = make_plan(
@@ -505,7 +509,7 @@ class ZeroOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a `state_dict` of this world size and rank, or any full or plain torch one.
 
-        Collective. Raises ValueError on every rank, and changes nothing, if one rank's does not fit.
+        Collective. Raises ValueError on every rank, changing nothing, if one rank's does not fit.
         """
         state.load(self, state_dict)
 

@@ -80,7 +80,9 @@ def make_plan(
         wire, dtype = layout.classes[classes[a]]
         at = shard_numel.get(shard_dtype(dtype), 0)
         buckets.append(
-            Bucket(wire, dtype, slice(a, b), slice(full[a], full[b]), slice(own[a], own[b]), stride, at)
+            Bucket(
+                wire, dtype, slice(a, b), slice(full[a], full[b]), slice(own[a], own[b]), stride, at
+            )
         )
         shard_numel[shard_dtype(dtype)] = at + stride
     indices = tuple(active.tolist())

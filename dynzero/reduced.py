@@ -112,7 +112,7 @@ class Reader:
 
 
 def regular_grad(p: Tensor) -> Tensor:
-    """`p.grad` as 1-D reals in the memory order and dtype of `p`: densified, resolved, reordered."""
+    """`p.grad` made dense, as 1-D reals in the memory order and dtype of `p`."""
     grad = p.grad
     assert grad is not None
     if grad.layout != torch.strided:

@@ -127,7 +127,7 @@ def run_pre_hooks(opt: ZeroOptimizer, state_dict: dict[str, Any]) -> dict[str, A
 
 
 def check_tag(opt: ZeroOptimizer, own: dict[str, Any]) -> str:
-    """"shard" or "full"; ValueError for a shard of another place."""
+    """ "shard" or "full"; ValueError for a shard of another place."""
     if own.get("format") != "shard":
         return "full"
     here = {

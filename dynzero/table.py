@@ -38,7 +38,7 @@ class Table(NamedTuple):
 def make_table(rows: Tensor, world: int) -> Table:
     """Cuts rows into chunks.
 
-    rows: int64 [n, len(COLUMNS)] on the CPU; full_first and own_first are filled in here, in a copy.
+    rows: int64 [n, len(COLUMNS)] on the CPU; a copy gets full_first and own_first filled in.
     """
     rows = rows.clone()
     full_chunks, full_first = _cut(rows[:, COLUMNS["piece"]] * world)

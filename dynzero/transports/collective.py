@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import all_gather_single
+
 # Note [Sum on the owner]
 # An all-to-all moves exactly the bytes of a reduce-scatter, but leaves the sum to us: in float32
 # whatever the wire dtype, and in rank order whatever the backend, the bucket or the world size. So
@@ -61,7 +63,7 @@ class Collective:
         )
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
-        """sent [world, stride]: row r goes to rank r; received [world, stride]: row r from rank r."""
+        """Both [world, stride]: row r of `sent` goes to rank r, row r of `received` is from it."""
         work = dist.all_to_all_single(
             as_bytes(received), as_bytes(sent), group=self.group, async_op=True
         )
@@ -69,7 +71,7 @@ class Collective:
 
     def all_gather(self, everybody: Tensor, mine: Tensor) -> Work:
         """everybody [world, ...] receives `mine` of each rank; `mine` may be its own row of it."""
-        work = dist.all_gather_into_tensor(
+        work = all_gather_single(
             as_bytes(everybody), as_bytes(mine), group=self.group, async_op=True
         )
         return Work(work)

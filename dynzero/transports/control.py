@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import all_gather_single
+
 # Note [One exchange at a time]
 # Every rank sends one message per exchange and receives everybody's, so all ranks judge the same
 # facts and reach the same verdict: go on, take part in somebody's backward round, or raise the same
@@ -146,9 +148,10 @@ class Control:
         missing = missing_ranks(self, message)
         who = f"rank(s) {missing}" if missing else "another rank"
         return RuntimeError(
-            f"rank {self.rank} waited at {SPOKEN[message.action]} of iteration {message.iteration}, "
-            f"but {who} did not arrive within {self.timeout.total_seconds():g} s or died; every "
-            f"rank of the group must make the same calls (opt.join() covers uneven data): {cause}"
+            f"rank {self.rank} waited at {SPOKEN[message.action]} of iteration "
+            f"{message.iteration}, but {who} did not arrive within "
+            f"{self.timeout.total_seconds():g} s or died; every rank of the group must make the "
+            f"same calls (opt.join() covers uneven data): {cause}"
         )
 
 
@@ -175,7 +178,7 @@ class Exchange:
         if control.world > 1:
             self.all = torch.empty(control.world, self.mine.numel(), dtype=torch.uint8)
             try:
-                self.work = dist.all_gather_into_tensor(
+                self.work = all_gather_single(
                     self.all.view(-1), self.mine, group=control.group, async_op=True
                 )
             except RuntimeError as cause:
@@ -232,9 +235,9 @@ def out_of_step(rank_a: int, a: Message, rank_b: int, b: Message) -> str:
         )
 
     return (
-        f"ranks are out of step: rank {rank_a} is {place(a)}, rank {rank_b} is {place(b)}; make the "
-        "same step(), zero_grad() and norm calls on every rank (zero_grad() on all of them starts "
-        "a fresh window)"
+        f"ranks are out of step: rank {rank_a} is {place(a)}, rank {rank_b} is {place(b)}; make "
+        "the same step(), zero_grad() and norm calls on every rank (zero_grad() on all of them "
+        "starts a fresh window)"
     )
 
 
