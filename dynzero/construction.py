@@ -19,7 +19,7 @@ from .loss_scale import parse_loss_scale
 from .reduced import Reader
 from .shard import FusedShard, Shard, TorchShard
 from .transports.collective import Collective
-from .transports.control import Action, Control
+from .transports.control import Control
 from .window import Mover
 
 if TYPE_CHECKING:
@@ -265,10 +265,6 @@ def agree_on_setup(control: Control, lines: list[str]) -> None:
                 )
 
 
-def explain_fingerprints(control: Control, groups: list[dict[str, Any]]) -> None:
-    agree_on_setup(control, hyperparameter_lines(groups))
-
-
 def sync_params(
     control: Control,
     collective: Collective,
@@ -312,30 +308,11 @@ def mean_over_present(groups: list[dict[str, Any]], layout: Layout) -> Tensor:
     return by_group[layout.group]
 
 
-def bit_mask(indices: list[int], size: int) -> Tensor:
-    """uint8 [bytes] with the bits of `indices` set, little-endian."""
-    mask = torch.zeros((size + 7) // 8, dtype=torch.uint8)
-    for i in indices:
-        mask[i // 8] |= 1 << (i % 8)
-    return mask
-
-
-def message_bits(opt: ZeroOptimizer, bits: Tensor) -> Tensor:
-    """Presence, followed where absent="zero" is in use by who may get a zero gradient."""
-    zero = [g for g, group in enumerate(opt.param_groups) if group["absent"] == "zero"]
-    if not zero:
-        return bits
-    group_of = opt._layout.group.tolist()
-    eligible = [i for i, p in enumerate(opt._params) if group_of[i] in zero and p.requires_grad]
-    return torch.cat([bits, bit_mask(eligible, opt._layout.size)])
-
-
 # Growing.
 
 
 def add_group(opt: ZeroOptimizer, group: dict[str, Any], add: Callable[[Any], None]) -> None:
     """Collective: all ranks add the same group, or all raise and nothing changes."""
-    opt._agree(Action.ADD_GROUP)
     before = len(opt.param_groups)
     error: Exception | None = None
     lines: list[str] = []
@@ -376,6 +353,7 @@ def commit_group(
     opt._reader = Reader(opt._params, layout, opt._device)
     opt._plans.clear()
     opt._mean_over_present = mean_over_present(opt.param_groups, layout)
+    opt._may_zero = any(group["absent"] == "zero" for group in opt.param_groups)
     opt._touched = torch.nn.functional.pad(
         opt._touched, (0, layout.bit_bytes - opt._touched.numel())
     )

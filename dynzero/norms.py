@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from . import reduction
 from .layout import shard_dtype, unflatten
 from .ops import RECORD_COLUMNS, ops
 from .reduced import Gradients, Local
@@ -88,7 +89,7 @@ def clip(opt: ZeroOptimizer, grads: Gradients | None, max_norm: float, p: float)
 
 def full_grad(opt: ZeroOptimizer, local: Local, agreed: Agreed, index: int) -> Tensor | None:
     """The averaged gradient of one parameter, gathered from its owners."""
-    grads = opt._reduce(local, agreed, only=index)
+    grads = reduction.reduce(opt, local, agreed, only=index)
     if grads is None or index not in grads.plan.indices:
         return None
     param, flat = opt._params[index], grads.averaged(index)

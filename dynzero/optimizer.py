@@ -11,18 +11,18 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
-from . import construction, norms, state
+from . import construction, norms, presence, reduction, state
 from .construction import Options
 from .layout import build_layout
 from .loss_scale import ScaleState
 from .ops import STATUS_FIELDS, ops
-from .plan import Plan, counts_of, indices_of, make_plan, union
+from .plan import Plan, indices_of
 from .reduced import Gradients, Local, Reader
 from .report import LastStep
 from .rounds import Rounds, Waitable
 from .shard import upload
-from .transports.control import Action, Agreed, Control, Message, first_difference
-from .window import Window, run
+from .transports.control import Action, Agreed, Control
+from .window import Window
 
 PLAN_CACHE = 256
 # Ranks at these calls take part in the others' backward rounds until all have arrived.
@@ -81,7 +81,7 @@ class ZeroOptimizer(Optimizer):
         except (ValueError, TypeError, RuntimeError) as caught:
             error = caught
         self._control.raise_together(error)
-        construction.agree_on_setup(self._control, self._description())
+        construction.agree_on_setup(self._control, construction.describe(self))
         self._mover = construction.build_mover(
             self._control, self._layout, self._device, process_group
         )
@@ -119,15 +119,15 @@ class ZeroOptimizer(Optimizer):
         self._mean_over_present = construction.mean_over_present(self.param_groups, self._layout)
         self._window = Window(self._layout, self._device)
         self._touched = torch.zeros(self._layout.bit_bytes, dtype=torch.uint8)
-        self._fingerprint = 0
-        self._fingerprinted: Any = None
+        self._fingerprint = presence.Fingerprint()
         self._rounds: Rounds | None = None
         if self._options.stage == 2 and self._control.world > 1:
             self._rounds = Rounds(self._params, self._device, self._begin_round)
+        self._may_zero = any(group["absent"] == "zero" for group in self.param_groups)
         self.last_step: LastStep | None = None
 
-    def _description(self) -> list[str]:
-        return construction.describe(self)
+    def _begin_round(self) -> Iterator[Waitable]:
+        return presence.begin_round(self)
 
     # The step.
 
@@ -142,13 +142,13 @@ class ZeroOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        local, agreed = self._agree(Action.STEP)
+        local, agreed = presence.agree(self, Action.STEP)
         with torch.no_grad():
             self._perform_step(local, agreed)
         return loss
 
     def _perform_step(self, local: Local, agreed: Agreed) -> None:
-        grads = self._reduce(local, agreed, closing=True)
+        grads = reduction.reduce(self, local, agreed, closing=True)
         iteration = self._iteration
         self._iteration += 1
         if grads is None:
@@ -157,8 +157,7 @@ class ZeroOptimizer(Optimizer):
             records = self._check(grads)
             self._update_and_gather(grads)
             self.last_step = LastStep(iteration, self._layout.names, grads.status, records)
-            active = sorted(grads.plan.indices)
-            self.last_step.active = tuple(self._layout.names[i] for i in active)
+            self.last_step.indices = grads.plan.indices
         self._end_window()
 
     def _check(self, grads: Gradients) -> Tensor:
@@ -194,166 +193,8 @@ class ZeroOptimizer(Optimizer):
 
     def _end_window(self) -> None:
         self._window_number += 1
-        self._window = Window(self._layout, self._device)
-
-    # Presence.
-
-    def _message(self, action: Action, trouble: bool, detail: tuple[float, float]) -> Message:
-        return Message(
-            self._iteration, self._window_number, self._window.rounds, action,
-            self._current_fingerprint(), int(trouble), detail,
-        )  # fmt: skip
-
-    def _current_fingerprint(self) -> int:
-        seen = construction.hyperparameters(self.param_groups)
-        if seen != self._fingerprinted:
-            self._fingerprinted, self._fingerprint = seen, construction.fingerprint(seen)
-        return self._fingerprint
-
-    def _agree(
-        self, action: Action, detail: tuple[float, float] = (0.0, 0.0)
-    ) -> tuple[Local, Agreed]:
-        """Meet all ranks at `action`, taking part in the others' rounds until they arrive."""
-        with record_function("dynzero::presence"):
-            if self._rounds is not None:
-                self._rounds.forget()
-                self._rounds.finish()
-            local, complaint = self._reader.read()
-            bits = construction.message_bits(self, local.bits)
-            while True:
-                message = self._message(action, complaint is not None, detail)
-                agreed = self._control.exchange(message, bits)
-                self._judge(agreed, complaint)
-                if not agreed.any_at(Action.ROUND):
-                    return local, agreed
-                self._take_part(agreed)
-
-    def _judge(self, agreed: Agreed, complaint: str | None) -> None:
-        """Raise, on every rank alike, what these messages show to be wrong."""
-        if any(m.trouble for m in agreed.messages):
-            self._control.raise_together(ValueError(complaint) if complaint else None)
-        difference = first_difference(agreed.messages, REDUCING)
-        if difference is not None:
-            raise RuntimeError(difference)
-        if len({m.fingerprint for m in agreed.messages}) > 1:
-            construction.explain_fingerprints(self._control, self.param_groups)
-
-    def _take_part(self, agreed: Agreed) -> None:
-        """Take part, with nothing, in the others' backward round."""
-        nothing, _ = self._reader.read()
-        nothing.drop()
-        self._window.rounds += 1
-        run(self._reduce_round(nothing, agreed.taking_part(Action.ROUND)))
-
-    def _begin_round(self) -> Iterator[Waitable]:
-        """Stage 2, end of a backward pass: take the gradients, then announce, then reduce."""
-        local, complaint = self._reader.read()
-        self._reader.take(local)
-        self._touched |= local.bits
-        return self._round(local, complaint)
-
-    @torch.no_grad()
-    def _round(self, local: Local, complaint: str | None) -> Iterator[Waitable]:
-        message = self._message(Action.ROUND, complaint is not None, (0.0, 0.0))
-        exchange = self._control.start(message, construction.message_bits(self, local.bits))
-        yield exchange
-        agreed = exchange.wait()
-        self._judge(agreed, complaint)
-        self._window.rounds += 1
-        yield from self._reduce_round(local, agreed.taking_part(Action.ROUND))
-
-    def _reduce_round(self, local: Local, bits: Tensor) -> Iterator[Any]:
-        present = bits[:, : self._layout.bit_bytes]
-        plan = self._plan(union(present), None, whole=False)
-        if plan is not None:
-            assert self._mover is not None
-            yield from self._mover.reduce(plan, local, present, self._window)
-
-    # Plan, pack, reduce.
-
-    def _plan(self, bits: Tensor, present: Tensor | None, *, whole: bool) -> Plan | None:
-        """The cached plan of the parameters set in `bits`; None if there are none.
-
-        present: uint8 [world, bytes], whose counts become the divisors of "present" averages; None
-        divides by the world size (which a reduction never uses).
-        """
-        if not bool(self._mean_over_present.any()):
-            present = None
-        counts_key = b"" if present is None else bytes(present.flatten().tolist())
-        key = (bytes(bits.tolist()), counts_key, whole)
-        plan = self._plans.pop(key, None)
-        if plan is None:
-            with record_function("dynzero::plan"):
-                active = indices_of(bits, self._layout.size)
-                divisor = torch.full_like(active, self._layout.world)
-                if present is not None:
-                    counts = counts_of(present, active).clamp(min=1)
-                    divisor = torch.where(self._mean_over_present[active], counts, divisor)
-                plan = make_plan(
-                    self._layout, active, divisor,
-                    bucket_bytes=self._options.bucket_bytes, whole=whole,
-                ).to(self._device)  # fmt: skip
-            if len(self._plans) >= PLAN_CACHE:
-                self._plans.pop(next(iter(self._plans)))
-        self._plans[key] = plan
-        return plan if plan.indices else None
-
-    def _reduce(
-        self, local: Local, agreed: Agreed, *, closing: bool = False, only: int | None = None
-    ) -> Gradients | None:
-        """The window's gradients on their owners, or None if no rank has any.
-
-        closing: the step's own call, where parameters of absent="zero" groups join with zeros.
-        only: just this parameter (its index), unless the window is already reduced.
-        """
-        size = self._layout.bit_bytes
-        present, eligible = agreed.bits[:, :size], union(agreed.bits[:, size:])
-        if only is not None:
-            present = present & construction.bit_mask([only], self._layout.size)
-        self._touched |= local.bits
-        if self._mover is None:
-            return self._gradients_in_place(local, present, eligible if closing else None)
-        window = self._window if self._rounds is not None else Window(self._layout, self._device)
-        now = union(present)
-        if closing and eligible.numel():
-            now = now | (eligible & ~union(window.present))
-        plan = self._plan(now, None, whole=False)
-        if plan is not None:
-            if self._rounds is not None:
-                self._reader.take(local)
-            with record_function("dynzero::reduce"):
-                run(self._mover.reduce(plan, local, present, window))
-        final = self._plan(union(window.present) | now, window.present, whole=self._shard.whole)
-        return None if final is None else self._gradients_of(final, local, window)
-
-    def _gradients_in_place(
-        self, local: Local, present: Tensor, eligible: Tensor | None
-    ) -> Gradients | None:
-        bits = present[0]
-        if eligible is not None and eligible.numel():
-            self._reader.fill_zeros(local, indices_of(eligible & ~bits, self._layout.size))
-            bits = bits | eligible
-        plan = self._plan(bits, present, whole=True)
-        if plan is None:
-            return None
-        return Gradients(
-            plan=plan, layout=self._layout, host_ptrs=local.ptrs[0], param_ptrs=local.ptrs[1],
-            ptrs=upload(local.ptrs[0], self._device), buffers=[], in_place=True, local=local,
-            reader=self._reader, own=self._layout.numel, scale=self._scale.factor,
-        )  # fmt: skip
-
-    def _gradients_of(self, plan: Plan, local: Local, window: Window) -> Gradients:
-        ptrs, buffers, own = window.ptrs, window.buffers, self._layout.own
-        if self._shard.whole:
-            assert self._mover is not None
-            ptrs, buffers = self._mover.gather_grads(plan, window)
-            own = self._layout.numel
-        return Gradients(
-            plan=plan, layout=self._layout, host_ptrs=ptrs, param_ptrs=local.ptrs[1],
-            ptrs=upload(ptrs, self._device), buffers=buffers, in_place=False, local=local,
-            reader=self._reader, own=own, scale=self._scale.factor,
-            sumsq=window.sumsq, nonfinite=window.nonfinite,
-        )  # fmt: skip
+        if self._window.rounds:
+            self._window = Window(self._layout, self._device)
 
     # Around the step.
 
@@ -405,36 +246,7 @@ class ZeroOptimizer(Optimizer):
         """
         yield
         if self._control.world > 1:
-            self._shadow()
-
-    def _shadow(self) -> None:
-        if self._rounds is not None:
-            self._rounds.forget()
-            self._rounds.finish()
-        while True:
-            local, complaint = self._reader.read()
-            local.drop()
-            message = self._message(Action.JOIN, complaint is not None, (0.0, 0.0))
-            agreed = self._control.exchange(message, construction.message_bits(self, local.bits))
-            self._judge(agreed, complaint)
-            others = [m for m in agreed.messages if m.action is not Action.JOIN]
-            if not others:
-                return
-            with torch.no_grad():
-                self._follow(local, agreed, others[0])
-
-    def _follow(self, local: Local, agreed: Agreed, other: Message) -> None:
-        """Do, with nothing of our own, what the ranks still at work are doing."""
-        if agreed.any_at(Action.ROUND):
-            self._take_part(agreed)
-        elif other.action is Action.STEP:
-            self._perform_step(local, agreed)
-        elif other.action is Action.GRAD_NORM:
-            norms.total(self, self._reduce(local, agreed), other.detail[0])
-        elif other.action is Action.CLIP:
-            norms.clip(self, self._reduce(local, agreed), *other.detail)
-        elif other.action is Action.FULL_GRAD:
-            norms.full_grad(self, local, agreed, int(other.detail[0]))
+            presence.shadow(self)
 
     # Norms, gradients, scale.
 
@@ -444,8 +256,8 @@ class ZeroOptimizer(Optimizer):
 
         Collective. p > 0, or inf; a complex number counts as its real and imaginary part.
         """
-        local, agreed = self._agree(Action.GRAD_NORM, (norms.checked_order(p), 0.0))
-        return norms.total(self, self._reduce(local, agreed), float(p))
+        local, agreed = presence.agree(self, Action.GRAD_NORM, (norms.checked_order(p), 0.0))
+        return norms.total(self, reduction.reduce(self, local, agreed), float(p))
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -455,8 +267,8 @@ class ZeroOptimizer(Optimizer):
         torch.nn.utils.clip_grad_norm_, applied to the averaged, unscaled gradients.
         """
         detail = (float(max_norm), norms.checked_order(norm_type))
-        local, agreed = self._agree(Action.CLIP, detail)
-        return norms.clip(self, self._reduce(local, agreed), *detail)
+        local, agreed = presence.agree(self, Action.CLIP, detail)
+        return norms.clip(self, reduction.reduce(self, local, agreed), *detail)
 
     @torch.no_grad()
     def full_grad(self, param: Tensor) -> Tensor | None:
@@ -468,7 +280,7 @@ class ZeroOptimizer(Optimizer):
         index = next((i for i, p in enumerate(self._params) if p is param), None)
         if index is None:
             raise ValueError("full_grad: expected one of this optimizer's parameters")
-        local, agreed = self._agree(Action.FULL_GRAD, (float(index), 0.0))
+        local, agreed = presence.agree(self, Action.FULL_GRAD, (float(index), 0.0))
         return norms.full_grad(self, local, agreed, index)
 
     @property
@@ -489,6 +301,7 @@ class ZeroOptimizer(Optimizer):
         if self._building:
             super().add_param_group(param_group)
         else:
+            presence.agree(self, Action.ADD_GROUP)
             construction.add_group(self, param_group, super().add_param_group)
 
     def state_dict(self) -> dict[str, Any]:

@@ -140,3 +140,11 @@ def counts_of(rows: Tensor, indices: Tensor) -> Tensor:
     """In how many rows of uint8 [ranks, bytes] each of `indices` is set, int64 [n]."""
     columns = rows[:, indices // 8]
     return ((columns >> (indices % 8).to(torch.uint8)) & 1).sum(0, dtype=torch.int64)
+
+
+def bit_mask(indices: list[int], size: int) -> Tensor:
+    """uint8 [bytes] with the bits of `indices` set, little-endian."""
+    flags = torch.zeros((size + 7) // 8 * 8, dtype=torch.uint8)
+    flags[indices] = 1
+    weights = 1 << torch.arange(8, dtype=torch.uint8)
+    return (flags.view(-1, 8) * weights).sum(1, dtype=torch.uint8)

@@ -26,7 +26,11 @@ class LastStep:
     ) -> None:
         self.iteration = iteration
         self._names, self._status, self._records = names, status, records
-        self.active: tuple[str, ...] = ()
+        self.indices: tuple[int, ...] = ()
+
+    @cached_property
+    def active(self) -> tuple[str, ...]:
+        return tuple(self._names[i] for i in sorted(self.indices))
 
     @cached_property
     def _values(self) -> dict[str, float]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from . import presence
 from .layout import flat_copy, shard_dtype, unflatten
 from .shard import FusedShard
 from .transports.control import Action
@@ -60,7 +61,7 @@ def shard_state_dict(opt: ZeroOptimizer, base: Callable[[], dict[str, Any]]) -> 
 
 
 def full_state_dict(opt: ZeroOptimizer, rank0_only: bool) -> dict[str, Any]:
-    opt._agree(Action.STATE)
+    presence.agree(opt, Action.STATE)
     keep = not rank0_only or opt._control.rank == 0
     steps = opt._shard.steps.tolist()
     state: dict[int, dict[str, Any]] = {}
@@ -98,7 +99,7 @@ def whole_tensor(opt: ZeroOptimizer, i: int, piece: Tensor) -> Tensor:
 
 
 def load(opt: ZeroOptimizer, state_dict: dict[str, Any]) -> None:
-    opt._agree(Action.STATE)
+    presence.agree(opt, Action.STATE)
     error: Exception | None = None
     loaded: dict[int, tuple[dict[str, Any], Tensor | None]] = {}
     try:

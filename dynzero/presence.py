@@ -1,0 +1,168 @@
+"""Which parameters have a gradient here, and on any rank; what each rank is doing.
+
+Every collective call of the optimizer meets the other ranks here first. Functions take the
+optimizer, whose state they read; nothing here touches gradients on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.profiler import record_function
+
+from . import construction, norms, reduction
+from .plan import bit_mask
+from .reduced import Local
+from .rounds import Waitable
+from .transports.control import Action, Agreed, Message, first_difference
+from .window import run
+
+if TYPE_CHECKING:
+    from .optimizer import ZeroOptimizer
+
+# Ranks at these calls take part in the others' backward rounds until all have arrived.
+REDUCING = (Action.STEP, Action.GRAD_NORM, Action.CLIP, Action.FULL_GRAD, Action.JOIN)
+NO_DETAIL = (0.0, 0.0)
+
+
+class Fingerprint:
+    """Hash of the groups' options, computed again only when one of them has changed."""
+
+    def __init__(self) -> None:
+        self._seen: Any = None
+        self._value = 0
+
+    def of(self, groups: list[dict[str, Any]]) -> int:
+        seen = construction.hyperparameters(groups)
+        if seen != self._seen:
+            self._seen, self._value = seen, construction.fingerprint(seen)
+        return self._value
+
+
+def message(
+    opt: ZeroOptimizer, action: Action, complaint: str | None, detail: tuple[float, float]
+) -> Message:
+    return Message(
+        opt._iteration,
+        opt._window_number,
+        opt._window.rounds,
+        action,
+        opt._fingerprint.of(opt.param_groups) if opt._control.world > 1 else 0,
+        int(complaint is not None),
+        detail,
+    )
+
+
+def message_bits(opt: ZeroOptimizer, bits: Tensor) -> Tensor:
+    """Presence, followed where absent="zero" is in use by who may get a zero gradient."""
+    if not opt._may_zero:
+        return bits
+    zero = [group["absent"] == "zero" for group in opt.param_groups]
+    group_of = opt._layout.group.tolist()
+    eligible = [i for i, p in enumerate(opt._params) if zero[group_of[i]] and p.requires_grad]
+    return torch.cat([bits, bit_mask(eligible, opt._layout.size)])
+
+
+def read(opt: ZeroOptimizer) -> tuple[Local, str | None]:
+    """The local gradients, and what is wrong here, if anything."""
+    local, complaint = opt._reader.read()
+    if complaint is None and not opt._may_zero:
+        for g, group in enumerate(opt.param_groups):
+            if group["absent"] != "skip":
+                complaint = (
+                    f"group {g}: absent: expected 'skip' as at construction, got "
+                    f"{group['absent']!r}; set it when the optimizer is built"
+                )
+    return local, complaint
+
+
+def agree(
+    opt: ZeroOptimizer, action: Action, detail: tuple[float, float] = NO_DETAIL
+) -> tuple[Local, Agreed]:
+    """Meet all ranks at `action`, taking part in the others' rounds until they arrive."""
+    with record_function("dynzero::presence"):
+        if opt._rounds is not None:
+            opt._rounds.forget()
+            opt._rounds.finish()
+        local, complaint = read(opt)
+        bits = message_bits(opt, local.bits)
+        while True:
+            mine = message(opt, action, complaint, detail)
+            agreed = opt._control.exchange(mine, bits)
+            judge(opt, agreed, complaint)
+            if not agreed.any_at(Action.ROUND):
+                return local, agreed
+            take_part(opt, agreed)
+
+
+def judge(opt: ZeroOptimizer, agreed: Agreed, complaint: str | None) -> None:
+    """Raise, on every rank alike, what these messages show to be wrong."""
+    if any(m.trouble for m in agreed.messages):
+        opt._control.raise_together(ValueError(complaint) if complaint else None)
+    difference = first_difference(agreed.messages, REDUCING)
+    if difference is not None:
+        raise RuntimeError(difference)
+    if len({m.fingerprint for m in agreed.messages}) > 1:
+        lines = construction.hyperparameter_lines(opt.param_groups)
+        construction.agree_on_setup(opt._control, lines)
+
+
+def take_part(opt: ZeroOptimizer, agreed: Agreed) -> None:
+    """Take part, with nothing, in the others' backward round."""
+    nothing, _ = opt._reader.read()
+    nothing.drop()
+    opt._window.rounds += 1
+    run(reduction.reduce_round(opt, nothing, agreed.taking_part(Action.ROUND)))
+
+
+def begin_round(opt: ZeroOptimizer) -> Iterator[Waitable]:
+    """Stage 2, end of a backward pass: take the gradients now, announce and reduce when driven."""
+    local, complaint = read(opt)
+    opt._reader.take(local)
+    opt._touched |= local.bits
+    return round_of(opt, local, complaint)
+
+
+@torch.no_grad()
+def round_of(opt: ZeroOptimizer, local: Local, complaint: str | None) -> Iterator[Waitable]:
+    mine = message(opt, Action.ROUND, complaint, NO_DETAIL)
+    exchange = opt._control.start(mine, message_bits(opt, local.bits))
+    yield exchange
+    agreed = exchange.wait()
+    judge(opt, agreed, complaint)
+    opt._window.rounds += 1
+    yield from reduction.reduce_round(opt, local, agreed.taking_part(Action.ROUND))
+
+
+def shadow(opt: ZeroOptimizer) -> None:
+    """After join(): do, with nothing of our own, what the others do, until all have joined."""
+    if opt._rounds is not None:
+        opt._rounds.forget()
+        opt._rounds.finish()
+    while True:
+        local, complaint = read(opt)
+        local.drop()
+        mine = message(opt, Action.JOIN, complaint, NO_DETAIL)
+        agreed = opt._control.exchange(mine, message_bits(opt, local.bits))
+        judge(opt, agreed, complaint)
+        others = [m for m in agreed.messages if m.action is not Action.JOIN]
+        if not others:
+            return
+        with torch.no_grad():
+            follow(opt, local, agreed, others[0])
+
+
+def follow(opt: ZeroOptimizer, local: Local, agreed: Agreed, other: Message) -> None:
+    if agreed.any_at(Action.ROUND):
+        take_part(opt, agreed)
+    elif other.action is Action.STEP:
+        opt._perform_step(local, agreed)
+    elif other.action is Action.GRAD_NORM:
+        norms.total(opt, reduction.reduce(opt, local, agreed), other.detail[0])
+    elif other.action is Action.CLIP:
+        norms.clip(opt, reduction.reduce(opt, local, agreed), *other.detail)
+    elif other.action is Action.FULL_GRAD:
+        norms.full_grad(opt, local, agreed, int(other.detail[0]))

@@ -1,0 +1,130 @@
+"""From agreed presence to reduced gradients: plan, pack, reduce.
+
+One process has no wire and no bucket: its gradients are read where they lie.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.profiler import record_function
+
+from .plan import Plan, bit_mask, counts_of, indices_of, make_plan, union
+from .reduced import Gradients, Local
+from .shard import upload
+from .transports.control import Agreed
+from .window import Window, run
+
+if TYPE_CHECKING:
+    from .optimizer import ZeroOptimizer
+
+PLAN_CACHE = 256
+
+
+def reduce_round(opt: ZeroOptimizer, local: Local, bits: Tensor) -> Iterator[Any]:
+    present = bits[:, : opt._layout.bit_bytes]
+    plan = plan_of(opt, union(present), None, whole=False)
+    if plan is not None:
+        assert opt._mover is not None
+        yield from opt._mover.reduce(plan, local, present, opt._window)
+
+
+def plan_of(
+    opt: ZeroOptimizer, bits: Tensor, present: Tensor | None, *, whole: bool
+) -> Plan | None:
+    """The cached plan of the parameters set in `bits`; None if there are none.
+
+    present: uint8 [world, bytes], whose counts become the divisors of "present" averages; None
+    divides by the world size (which a reduction never uses).
+    """
+    if not bool(opt._mean_over_present.any()):
+        present = None
+    counts_key = b"" if present is None else bytes(present.flatten().tolist())
+    key = (bytes(bits.tolist()), counts_key, whole)
+    plan = opt._plans.pop(key, None)
+    if plan is None:
+        with record_function("dynzero::plan"):
+            active = indices_of(bits, opt._layout.size)
+            divisor = torch.full_like(active, opt._layout.world)
+            if present is not None:
+                counts = counts_of(present, active).clamp(min=1)
+                divisor = torch.where(opt._mean_over_present[active], counts, divisor)
+            # With one process nothing travels: a bucket is just one launch, for all there is.
+            bucket_bytes = opt._options.bucket_bytes if opt._mover is not None else math.inf
+            plan = make_plan(
+                opt._layout, active, divisor,
+                bucket_bytes=bucket_bytes, whole=whole,
+            ).to(opt._device)  # fmt: skip
+        if len(opt._plans) >= PLAN_CACHE:
+            opt._plans.pop(next(iter(opt._plans)))
+    opt._plans[key] = plan
+    return plan if plan.indices else None
+
+
+def reduce(
+    opt: ZeroOptimizer,
+    local: Local,
+    agreed: Agreed,
+    *,
+    closing: bool = False,
+    only: int | None = None,
+) -> Gradients | None:
+    """The window's gradients on their owners, or None if no rank has any.
+
+    closing: the step's own call, where parameters of absent="zero" groups join with zeros.
+    only: just this parameter (its index); stage 2, which keeps what it reduces, takes all.
+    """
+    size = opt._layout.bit_bytes
+    present, eligible = agreed.bits[:, :size], union(agreed.bits[:, size:])
+    if only is not None and opt._rounds is None:
+        present = present & bit_mask([only], opt._layout.size)
+    opt._touched |= local.bits
+    if opt._mover is None:
+        return gradients_in_place(opt, local, present, eligible if closing else None)
+    window = opt._window if opt._rounds is not None else Window(opt._layout, opt._device)
+    now = union(present)
+    if closing and eligible.numel():
+        now = now | (eligible & ~union(window.present))
+    plan = plan_of(opt, now, None, whole=False)
+    if plan is not None:
+        if opt._rounds is not None:
+            opt._reader.take(local)
+        with record_function("dynzero::reduce"):
+            run(opt._mover.reduce(plan, local, present, window))
+    final = plan_of(opt, union(window.present) | now, window.present, whole=opt._shard.whole)
+    return None if final is None else gradients_of(opt, final, local, window)
+
+
+def gradients_in_place(
+    opt: ZeroOptimizer, local: Local, present: Tensor, eligible: Tensor | None
+) -> Gradients | None:
+    bits = present[0]
+    if eligible is not None and eligible.numel():
+        opt._reader.fill_zeros(local, indices_of(eligible & ~bits, opt._layout.size))
+        bits = bits | eligible
+    plan = plan_of(opt, bits, present, whole=True)
+    if plan is None:
+        return None
+    return Gradients(
+        plan=plan, layout=opt._layout, host_ptrs=local.ptrs[0], param_ptrs=local.ptrs[1],
+        ptrs=upload(local.ptrs[0], opt._device), buffers=[], in_place=True, local=local,
+        reader=opt._reader, own=opt._layout.numel, scale=opt._scale.factor,
+    )  # fmt: skip
+
+
+def gradients_of(opt: ZeroOptimizer, plan: Plan, local: Local, window: Window) -> Gradients:
+    ptrs, buffers, own = window.ptrs, window.buffers, opt._layout.own
+    if opt._shard.whole:
+        assert opt._mover is not None
+        ptrs, buffers = opt._mover.gather_grads(plan, window)
+        own = opt._layout.numel
+    return Gradients(
+        plan=plan, layout=opt._layout, host_ptrs=ptrs, param_ptrs=local.ptrs[1],
+        ptrs=upload(ptrs, opt._device), buffers=buffers, in_place=False, local=local,
+        reader=opt._reader, own=own, scale=opt._scale.factor,
+        sumsq=window.sumsq, nonfinite=window.nonfinite,
+    )  # fmt: skip
