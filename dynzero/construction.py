@@ -80,7 +80,7 @@ def defaults_of(cls: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         raise TypeError(f"optimizer_class: expected a torch.optim.Optimizer class, got {cls!r}")
     if hasattr(cls, "full_state_dict"):
         raise TypeError("optimizer_class: expected a plain optimizer class, got a sharded one")
-    dummy = torch.nn.Parameter(torch.zeros(2))
+    dummy = torch.nn.Parameter(torch.zeros(2, 2))
     try:
         defaults = dict(cls([dummy], **kwargs).defaults)
     except TypeError as cause:
@@ -93,14 +93,17 @@ def plain_numbers(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {k: float(v) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
 
 
-def without_duplicates(params: Any) -> Any:
-    """`params` as a list; ValueError for a parameter that appears twice, TypeError for no list."""
+def without_duplicates(params: Any, known: dict[int, str] | None = None) -> Any:
+    """`params` as a list of groups, each parameter once; known: names by id of earlier ones.
+
+    ValueError for a parameter that appears twice or for none at all, TypeError for no list.
+    """
     if isinstance(params, Tensor):
         raise TypeError(f"params: expected an iterable of parameters, got {type(params).__name__}")
     groups = list(params)
     if not groups:
         raise ValueError("params: expected at least one parameter, got an empty list")
-    seen: dict[int, str] = {}
+    seen = dict(known or {})
     made = []
     for g, group in enumerate(groups if isinstance(groups[0], dict) else [{"params": groups}]):
         group = dict(group)
@@ -233,7 +236,7 @@ def hyperparameters(groups: list[dict[str, Any]]) -> list[list[tuple[str, Any]]]
     return [
         [
             (k, "on the device" if isinstance(v, Tensor) and v.is_cuda else number(v))
-            for k, v in group.items()
+            for k, v in sorted(group.items())
             if k not in ("params", "param_names")
         ]
         for group in groups
@@ -287,7 +290,7 @@ def sync_params(
     error = None
     if unequal:
         error = ValueError(
-            f"parameters differ from rank 0's on rank {control.rank}: {', '.join(unequal[:5])}"
+            f"parameters differ from rank 0's: {', '.join(unequal[:5])}"
             f"{' and more' if len(unequal) > 5 else ''}; load the same weights, or pass "
             "sync_params=True"
         )
@@ -317,7 +320,8 @@ def add_group(opt: ZeroOptimizer, group: dict[str, Any], add: Callable[[Any], No
     error: Exception | None = None
     lines: list[str] = []
     try:
-        (checked,) = without_duplicates([group])
+        known = {id(p): name for p, name in zip(opt._params, opt._names, strict=True)}
+        (checked,) = without_duplicates([group], known)
         add(checked)
         layout, params, names = grown_layout(opt)
         lines = [f"{n}: {tuple(p.shape)} {p.dtype}" for n, p in zip(names, params, strict=True)]
@@ -359,6 +363,7 @@ def commit_group(
     )
     opt._window.grow(layout)
     opt._shard.grow(layout)
+    opt._shard.staged = opt._reader.staged
     if opt._rounds is not None:
         opt._rounds.watch(new)
     if opt._mover is not None:

@@ -150,6 +150,6 @@ def check_param(p: Tensor, name: str) -> None:
         )
     if not is_dense(p) and any(p.stride(d) == 0 and p.shape[d] > 1 for d in range(p.dim())):
         raise ValueError(
-            f"parameter '{name}': its elements share memory (strides {tuple(p.stride())} for shape "
-            f"{tuple(p.shape)}), expected one place for each; pass a .contiguous() copy"
+            f"parameter '{name}': its elements overlap in memory (strides {tuple(p.stride())} for "
+            f"shape {tuple(p.shape)}), expected one place for each; pass a .contiguous() copy"
         )

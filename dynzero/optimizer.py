@@ -89,6 +89,7 @@ class ZeroOptimizer(Optimizer):
             construction.sync_params(self._control, self._mover.collective, self._params,
                               self._layout.names, sync_params)  # fmt: skip
         self._shard = construction.build_shard(self)
+        self._shard.staged = self._reader.staged
         self._start()
 
     def _build_locally(
@@ -157,7 +158,7 @@ class ZeroOptimizer(Optimizer):
             records = self._check(grads)
             self._update_and_gather(grads)
             self.last_step = LastStep(iteration, self._layout.names, grads.status, records)
-            self.last_step.indices = grads.plan.indices
+            self.last_step.present = grads.present
         self._end_window()
 
     def _check(self, grads: Gradients) -> Tensor:
@@ -179,8 +180,8 @@ class ZeroOptimizer(Optimizer):
         return records
 
     def _update_and_gather(self, grads: Gradients) -> None:
-        self._shard.ensure(grads.plan.indices, self.param_groups)
         self._reader.stage()
+        self._shard.ensure(grads.plan.indices, self.param_groups)
         with record_function("dynzero::step"):
             self._shard.begin(grads.plan, grads, self.param_groups)
             if self._mover is not None and not self._shard.whole:
@@ -193,7 +194,7 @@ class ZeroOptimizer(Optimizer):
 
     def _end_window(self) -> None:
         self._window_number += 1
-        if self._window.rounds:
+        if self._window.used:
             self._window = Window(self._layout, self._device)
 
     # Around the step.
@@ -215,7 +216,7 @@ class ZeroOptimizer(Optimizer):
         if self._rounds is not None:
             self._rounds.forget()
             self._rounds.finish()
-            if self._window.rounds:
+            if self._window.used:
                 self._end_window()
         super().zero_grad(set_to_none)
         if set_to_none:

@@ -140,6 +140,7 @@ class Gradients:
     in_place: bool
     local: Local
     reader: Reader
+    present: Tensor  # uint8 bits: parameters with a gradient on any rank
     own: Tensor  # int64 [params]: elements behind each pointer
     scale: Tensor | None = None  # loss scale on the device, None without scaling
     sumsq: Tensor | None = None  # float64 [params], of reduced pieces

@@ -103,6 +103,7 @@ def gradients_in_place(
     opt: ZeroOptimizer, local: Local, present: Tensor, eligible: Tensor | None
 ) -> Gradients | None:
     bits = present[0]
+    active = bits
     if eligible is not None and eligible.numel():
         opt._reader.fill_zeros(local, indices_of(eligible & ~bits, opt._layout.size))
         bits = bits | eligible
@@ -112,7 +113,7 @@ def gradients_in_place(
     return Gradients(
         plan=plan, layout=opt._layout, host_ptrs=local.ptrs[0], param_ptrs=local.ptrs[1],
         ptrs=upload(local.ptrs[0], opt._device), buffers=[], in_place=True, local=local,
-        reader=opt._reader, own=opt._layout.numel, scale=opt._scale.factor,
+        reader=opt._reader, present=active, own=opt._layout.numel, scale=opt._scale.factor,
     )  # fmt: skip
 
 
@@ -125,6 +126,6 @@ def gradients_of(opt: ZeroOptimizer, plan: Plan, local: Local, window: Window) -
     return Gradients(
         plan=plan, layout=opt._layout, host_ptrs=ptrs, param_ptrs=local.ptrs[1],
         ptrs=upload(ptrs, opt._device), buffers=buffers, in_place=False, local=local,
-        reader=opt._reader, own=own, scale=opt._scale.factor,
+        reader=opt._reader, present=union(window.present), own=own, scale=opt._scale.factor,
         sumsq=window.sumsq, nonfinite=window.nonfinite,
     )  # fmt: skip

@@ -7,6 +7,7 @@ from functools import cached_property
 from torch import Tensor
 
 from .ops import RECORD_COLUMNS, STATUS_FIELDS
+from .plan import indices_of
 
 KINDS = {1: "inf", 2: "nan", 3: "nan"}
 
@@ -26,11 +27,13 @@ class LastStep:
     ) -> None:
         self.iteration = iteration
         self._names, self._status, self._records = names, status, records
-        self.indices: tuple[int, ...] = ()
+        self.present: Tensor | None = None  # uint8 bits over the parameters
 
     @cached_property
     def active(self) -> tuple[str, ...]:
-        return tuple(self._names[i] for i in sorted(self.indices))
+        if self.present is None:
+            return ()
+        return tuple(self._names[i] for i in indices_of(self.present, len(self._names)).tolist())
 
     @cached_property
     def _values(self) -> dict[str, float]:

@@ -30,8 +30,11 @@ class Shard:
     `whole`: nothing is sharded (stage 0, or one process): the piece is the whole parameter.
     """
 
-    def __init__(self, params: list[Tensor], layout: Layout, device: torch.device, whole: bool):
+    def __init__(
+        self, params: list[Tensor], layout: Layout, device: torch.device, whole: bool
+    ) -> None:
         self.params, self.device, self.whole = params, device, whole
+        self.staged: dict[int, Tensor] = {}  # stand-ins of parameters whose memory has gaps
         self.masters: dict[int, Tensor] = {}
         self.live: set[int] = set()
         self.relayout(layout)
@@ -51,7 +54,8 @@ class Shard:
 
     def own_view(self, i: int) -> Tensor:
         """This rank's piece of parameter i, 1-D, in the parameter's memory and dtype."""
-        return flat_view(self.params[i])[self._start[i] : self._start[i] + self._own[i]]
+        flat = self.staged[i] if i in self.staged else flat_view(self.params[i])
+        return flat[self._start[i] : self._start[i] + self._own[i]]
 
     def ensure(self, indices: Iterable[int], groups: list[dict[str, Any]]) -> None:
         """Create masters and state of the parameters that are active for the first time."""

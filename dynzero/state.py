@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,8 @@ def tag(opt: ZeroOptimizer, form: str) -> dict[str, Any]:
 
 
 def torch_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in group.items() if k not in OURS} for group in groups]
+    """Copies: what the caller does to a saved dictionary must not reach the optimizer."""
+    return [{k: copy.copy(v) for k, v in group.items() if k not in OURS} for group in groups]
 
 
 def shard_state_dict(opt: ZeroOptimizer, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -36,6 +36,11 @@ class Window:
         self.nonfinite = torch.zeros(layout.size, dtype=torch.int32, device=device)
         self.rounds = 0
 
+    @property
+    def used(self) -> bool:
+        """True once ranks have met in this window: the same answer on every rank."""
+        return self.rounds > 0 or bool(self.buffers)
+
     def grow(self, layout: Layout) -> None:
         """Take over a layout with more parameters than before."""
         extra = layout.size - self.layout.size

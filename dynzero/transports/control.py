@@ -128,20 +128,18 @@ class Control:
         return things
 
     def raise_together(self, error: Exception | None) -> None:
-        """Collective. If any rank brings an error, raise on every rank, naming the first such rank.
+        """Collective. If any rank brings an error, raise the first one, with its rank, everywhere.
 
-        The same exception type everywhere; a rank with an error of its own raises that one.
+        The same exception type and text everywhere.
         """
         if self.world == 1:
             if error is not None:
                 raise error
             return
         brought = self.gather_objects(None if error is None else (kind_of(error), str(error)))
-        if error is not None:
-            raise error
         for rank, other in enumerate(brought):
             if other is not None:
-                raise ERRORS[other[0]](f"rank {rank}: {other[1]}")
+                raise ERRORS[other[0]](f"rank {rank}: {other[1]}") from error
 
     def lost(self, message: Message, cause: Exception) -> RuntimeError:
         """The error for an exchange that did not complete, naming the ranks that are missing."""
