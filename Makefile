@@ -1,0 +1,79 @@
+# make demo   sets up, then trains a multi-task model on real data under ZeRO and checks it
+# make test   sets up, compiles every CUDA kernel if there is an nvcc, then runs the tests
+# make bench  sets up, then runs the microbenchmarks     make lint   style and types
+#
+# Set-up makes .venv with torch, the build tools and the extension; a second run reuses it. With
+# PYTHON=/path/to/python3 (a Python that has torch) that one is used as it is, nothing is installed.
+
+VENV := .venv
+ifdef PYTHON
+  PY := $(PYTHON)
+  TOOLS :=
+else
+  PY := $(abspath $(VENV))/bin/python
+  TOOLS := $(VENV)/.tools
+endif
+
+# Without an NVIDIA GPU this release, whose default build is for the CPU; a plain "torch" would bring
+# several GB of CUDA libraries.
+TORCH ?= $(if $(shell nvidia-smi -L 2>/dev/null),torch,torch==2.13.0)
+RANKS ?= 2
+WORKERS ?= 2
+SOURCES := setup.py pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+# One stamp for each Python, since each needs its own module.
+KEY := $(subst /,_,$(PY))
+BUILT := build/built$(KEY)
+RUN := PYTHONPATH=$(CURDIR) $(PY)
+
+.PHONY: setup demo test bench lint format kernels clean
+.DELETE_ON_ERROR:
+
+setup: $(BUILT)
+
+$(VENV)/.tools: requirements-dev.txt
+	python3 -m venv $(VENV)
+	$(PY) -m pip install --quiet --upgrade pip
+	$(PY) -m pip install --quiet "$(TORCH)"
+	$(PY) -m pip install --quiet -r requirements-dev.txt
+	touch $@
+
+$(BUILT): $(TOOLS) $(SOURCES)
+	PATH="$(dir $(PY)):$$PATH" $(PY) setup.py build_ext --inplace > build.log 2>&1 \
+	  || { cat build.log; exit 1; }
+	@grep '^\*\*\*' build.log; mkdir -p build; mv build.log build/; touch $@
+
+demo: setup
+	OMP_NUM_THREADS=1 $(RUN) -m torch.distributed.run --standalone --nproc-per-node=$(RANKS) \
+	  examples/multitask_digits.py
+	$(RUN) examples/alternating_heads.py
+
+test: setup kernels
+	$(RUN) -m pytest -n $(WORKERS) $(TESTS)
+
+bench: setup
+	$(RUN) -m bench kernels
+	$(RUN) -m bench step
+	$(RUN) -m bench report
+
+# Compiles every .cu, on a machine without a GPU too, and with a CPU build of torch.
+kernels: $(TOOLS)
+	@if command -v nvcc > /dev/null; then \
+	  include=$$($(PY) -c "import os, torch; print(os.path.dirname(torch.__file__) + '/include')") && \
+	  export PATH="$(dir $(PY)):$$PATH" && \
+	  cmake -S . -B build/kernels -G Ninja -DDYNZERO_CUDA=ON -DDYNZERO_TORCH_INCLUDE=$$include \
+	    > build/kernels.log && cmake --build build/kernels; \
+	else echo "*** dynzero: no nvcc on the PATH, the CUDA kernels are not compiled"; fi
+
+lint: $(TOOLS)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(dir $(PY))clang-format --dry-run -Werror $(filter %.h %.cpp %.cu %.cuh,$(wildcard csrc/*))
+
+format: $(TOOLS)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(dir $(PY))clang-format -i $(filter %.h %.cpp %.cu %.cuh,$(wildcard csrc/*))
+
+clean:
+	rm -rf build dynzero/*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache
