@@ -1,0 +1,80 @@
+"""Command line of the benchmarks: `python -m bench {kernels,step,report} --help`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from . import results
+from .machine import BenchError, choose_device, describe
+
+OPS = ("pack_grads", "check_shard", "reduce_shard", "update_shard", "unpack_params")
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    commands = top.add_subparsers(dest="command", required=True)
+    for name, about in (
+        ("kernels", "every op against the memory's speed and against other implementations"),
+        ("step", "whole optimizer steps against torch, FSDP2 and DeepSpeed; also under torchrun"),
+    ):
+        sub = commands.add_parser(name, help=about, description=about)
+        sub.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+        sub.add_argument("--quick", action="store_true", help="under 60 s; not for publication")
+        sub.add_argument("--fit", action="store_true", help="leave out what needs more memory")
+        sub.add_argument("--output", type=Path, help="JSON file; default under bench/results/")
+        sub.add_argument(
+            "--filter", action="append", default=[], metavar="NAME",
+            help=f"only these; may be repeated. kernels: {', '.join(OPS)}; step: fp32, fp16, bf16",
+        )  # fmt: skip
+    about = "the page and plots of everything under bench/results/"
+    sub = commands.add_parser("report", help=about, description=about)
+    sub.add_argument("--results", type=Path, default=results.RESULTS, help="folder of JSON files")
+    return top
+
+
+def measure(args: argparse.Namespace) -> None:
+    from . import run_kernels, step
+    from .cases import kernel_cases
+
+    names = OPS if args.command == "kernels" else tuple(step.DTYPES)
+    unknown = sorted(set(args.filter) - set(names))
+    if unknown:
+        raise BenchError(f"--filter {unknown[0]}: expected one of {', '.join(names)}")
+    device = choose_device(args.device)
+    machine = describe(device)
+    if args.command == "kernels":
+        cases = kernel_cases(device.type, quick=args.quick, wanted=args.filter)
+        rows, ceiling = run_kernels.run(cases, device, quick=args.quick, fit=args.fit)
+    else:
+        rows, ceiling = step.run(device, quick=args.quick, fit=args.fit, wanted=args.filter)
+    if os.environ.get("RANK", "0") != "0":
+        return
+    path = args.output
+    if path is None and (args.quick or args.filter):
+        print("not saved: a quick or filtered run is saved where --output says")
+        return
+    path = path or results.default_output(machine, args.command)
+    results.write(path, machine, rows, ceiling)
+    print(f"{len(rows)} rows in {path}; `python -m bench report` makes the page and the plots")
+
+
+def main() -> int:
+    args = parser().parse_args()
+    try:
+        if args.command == "report":
+            from .report import write_report
+
+            print(write_report(args.results))
+        else:
+            measure(args)
+    except BenchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""What dynzero has to reach, as functions of the rows: the report says which bars are met."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Target:
+    """`value` of every row that `applies` must be at least `bar` (at most, if `at_most`)."""
+
+    text: str
+    applies: Callable[[Row], bool]
+    value: Callable[[Row], float | None]
+    bar: float
+    at_most: bool = False
+
+    def met(self, value: float) -> bool:
+        return value <= self.bar if self.at_most else value >= self.bar
+
+
+@dataclass(frozen=True)
+class Verdict:
+    target: Target
+    worst: float
+    row: Row
+
+    @property
+    def met(self) -> bool:
+        return self.target.met(self.worst)
+
+
+def pack(row: Row, *, source: str | None = None, wire: str | None = None) -> bool:
+    """A plain pack row: everything present, aligned, one rank."""
+    case = row["case"]
+    return (
+        row.get("op") == "pack_grads"
+        and case["active"] == 1
+        and case["aligned"]
+        and case["world"] == 1
+        and source in (None, case["source"])
+        and wire in (None, case["wire"])
+    )
+
+
+def same_half(row: Row) -> bool:
+    case = row["case"]
+    return pack(row) and case["source"] == case["wire"] != "fp32"
+
+
+def op(row: Row, name: str) -> bool:
+    return row.get("op") == name and row["case"]["active"] == 1
+
+
+def of_ceiling(row: Row) -> float | None:
+    return row["of_ceiling"]
+
+
+def against(name: str, key: str = "whole_speedup") -> Callable[[Row], float | None]:
+    """How many times faster than a baseline; None where it did not run."""
+    return lambda row: row["baselines"].get(name, {}).get(key)
+
+
+def of_fused_adamw(row: Row) -> float | None:
+    speed = row["baselines"].get("fused_adamw_only", {}).get("gb_per_s")
+    return None if speed is None else row["gb_per_s"] / speed
+
+
+def host_over_budget(row: Row) -> float | None:
+    """Host microseconds relative to 25 us + 40 ns per tensor."""
+    return row["host_us"] / (25 + 0.040 * row["case"]["tensors"])
+
+
+def big(row: Row) -> bool:
+    return bool(row["case"]["elements"] >= 200e6)
+
+
+def step(row: Row, dtype: str) -> bool:
+    case = row["case"]
+    return bool(row.get("impl") == "dynzero" and case["dtype"] == dtype and case["world"] == 1)
+
+
+GPU = [
+    Target("pack_grads, 16-bit to the same, 400 MB and more: of the copy",
+           lambda r: same_half(r) and big(r) and r["case"]["tensors"] <= 580, of_ceiling, 0.96),
+    Target("pack_grads, 25 M elements cold: of the copy",
+           lambda r: same_half(r) and r["case"]["elements"] <= 26e6, of_ceiling, 0.80),
+    Target("pack_grads, 4096 small tensors: of the copy",
+           lambda r: same_half(r) and r["case"]["small"], of_ceiling, 0.85),
+    Target("pack_grads, fp32 to fp16: of the copy",
+           lambda r: pack(r, source="fp32", wire="fp16"), of_ceiling, 0.96),
+    Target("pack_grads, fp16 to fp32: of the copy",
+           lambda r: pack(r, source="fp16", wire="fp32"), of_ceiling, 0.82),
+    Target("pack_grads, half absent: of the copy, by the bytes that move",
+           lambda r: r.get("op") == "pack_grads" and r["case"]["active"] == 0.5 and big(r),
+           of_ceiling, 0.96 / 1.05),
+    Target("pack_grads, 1.5 G elements: times faster than foreach, host included",
+           lambda r: same_half(r) and r["case"]["elements"] > 1e9, against("foreach"), 3.5),
+    Target("pack_grads, 4096 small tensors: times faster than foreach, host included",
+           lambda r: same_half(r) and r["case"]["small"], against("foreach"), 4.0),
+    Target("pack_grads, 580 and 4096 tensors: times faster than one op per parameter",
+           lambda r: same_half(r) and r["case"]["tensors"] in (580, 4096),
+           against("per_parameter"), 20.0),
+    Target("check_shard, 400 MB and more: of the read bandwidth",
+           lambda r: op(r, "check_shard") and big(r), of_ceiling, 0.95),
+    Target("update_shard, 16-bit: of the bandwidth of torch's fused AdamW on its own 28 B",
+           lambda r: op(r, "update_shard") and big(r) and r["case"]["source"] == r["case"]["wire"]
+           and r["case"]["wire"] != "fp32", of_fused_adamw, 0.98),
+    Target("pack_grads: host time of 25 us + 40 ns per tensor",
+           lambda r: r.get("op") == "pack_grads" and r["case"]["world"] == 1, host_over_budget,
+           1.0, at_most=True),
+    Target("step, fp16: times faster than torch AMP + clip + fused AdamW",
+           lambda r: step(r, "fp16"), against("torch_amp_fused"), 1.6),
+    Target("step, fp16: times faster than DeepSpeed stage 1",
+           lambda r: step(r, "fp16"), against("deepspeed_stage1"), 6.0),
+]  # fmt: skip
+CPU = [
+    Target("pack_grads, fp32, 200 M elements: of copy_",
+           lambda r: pack(r, source="fp32", wire="fp32") and big(r), against("copy"), 0.85),
+    Target("update_shard, fp32: times faster than torch's fused AdamW",
+           lambda r: op(r, "update_shard") and r["case"]["source"] == "fp32" == r["case"]["wire"],
+           against("fused_adamw_only"), 1.0),
+    Target("update_shard, fp32: times faster than DeepSpeed's CPUAdam",
+           lambda r: op(r, "update_shard") and r["case"]["source"] == "fp32" == r["case"]["wire"],
+           against("deepspeed_adam_only"), 1.0),
+    Target("step, fp32: times faster than clip_grad_norm_ + AdamW(fused=True)",
+           lambda r: step(r, "fp32"), against("torch_amp_fused"), 1.0),
+]  # fmt: skip
+
+
+def verdicts(machine: Row, rows: list[Row]) -> list[Verdict]:
+    """The worst row of each target that any row bears on."""
+    result = []
+    for target in CPU if machine["gpu"] is None else GPU:
+        values = [(target.value(row), row) for row in rows if target.applies(row)]
+        known = [(value, row) for value, row in values if value is not None]
+        if known:
+            pick = max if target.at_most else min
+            worst, row = pick(known, key=lambda pair: pair[0])
+            result.append(Verdict(target, worst, row))
+    return result
