@@ -74,8 +74,8 @@ def is_positive(value: Any) -> bool:
     return number and value > 0
 
 
-def defaults_of(cls: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The class's default options, from an instance over a dummy parameter; refuses bad classes."""
+def probe(cls: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The class's default options and the names of its state; refuses classes we cannot run."""
     if not (inspect.isclass(cls) and issubclass(cls, Optimizer)):
         raise TypeError(f"optimizer_class: expected a torch.optim.Optimizer class, got {cls!r}")
     if hasattr(cls, "full_state_dict"):
@@ -85,8 +85,7 @@ def defaults_of(cls: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         defaults = dict(cls([dummy], **kwargs).defaults)
     except TypeError as cause:
         raise TypeError(f"{cls.__name__}: {cause}") from cause
-    check_elementwise(cls, plain_numbers(kwargs))
-    return defaults
+    return defaults, check_elementwise(cls, plain_numbers(kwargs))
 
 
 def plain_numbers(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -89,8 +89,8 @@ def lion_row(group: dict[str, Any]) -> list[float]:
     return hyper_row(group["lr"], group["weight_decay"], beta1, beta2, 0.0, flags_of(group, True))
 
 
-def check_elementwise(cls: type[Optimizer], kwargs: dict[str, Any]) -> None:
-    """Raise ValueError unless `cls` updates each element by itself.
+def check_elementwise(cls: type[Optimizer], kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """Raise ValueError unless `cls` updates each element by itself; returns its state's names.
 
     Runs two steps on one matrix, and on the same numbers cut into two flat pieces: the results
     must agree. So trust ratios (LAMB), matrix methods (Muon, Shampoo), factored moments (Adafactor)
@@ -123,3 +123,5 @@ def check_elementwise(cls: type[Optimizer], kwargs: dict[str, Any]) -> None:
             "other elements or on the parameter's shape, so it cannot run on pieces; use an "
             "elementwise torch.optim class"
         )
+    state = optimizer.state[parts[0]]
+    return tuple(key for key, value in state.items() if value is not None)

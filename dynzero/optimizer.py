@@ -100,7 +100,7 @@ class ZeroOptimizer(Optimizer):
         options.check()
         self._options, self._class = options, cls
         self._class_kwargs = defaults
-        torch_defaults = construction.defaults_of(cls, defaults)
+        torch_defaults, self._state_keys = construction.probe(cls, defaults)
         own = {"absent": options.absent, "average": options.average}
         super().__init__(construction.without_duplicates(params), {**torch_defaults, **own})
         self._params, self._names, group_of = construction.flatten_groups(self.param_groups)

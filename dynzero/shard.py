@@ -192,7 +192,8 @@ class FusedShard(Shard):
     ) -> None:
         self.restore_master(i, master)
         # torch keeps no step count for momentum: a loaded buffer is simply not a first one.
-        self.steps[i] = state.get("step", 1.0)
+        known = not self.spec.keys or state.get(self.spec.keys[0]) is not None
+        self.steps[i] = state.get("step", 1.0 if known else 0.0)
         for key in self.spec.keys:
             piece = next(iter(self.allocate([i]).values()))
             if state.get(key) is not None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import presence
+from .fused import fused_spec
 from .layout import flat_copy, shard_dtype, unflatten
 from .shard import FusedShard
 from .transports.control import Action
@@ -107,9 +108,13 @@ def load(opt: ZeroOptimizer, state_dict: dict[str, Any]) -> None:
     try:
         state_dict = run_pre_hooks(opt, state_dict)
         order = match_params(opt, state_dict)
+        check_options(opt, state_dict["param_groups"])
         form = check_tag(opt, state_dict.get("dynzero") or {})
         for saved, state in state_dict["state"].items():
+            if saved not in order:
+                raise ValueError(f"load_state_dict: state {saved!r} belongs to no parameter")
             i = order[saved]
+            check_entries(opt, i, state)
             pieces = {k: piece_of(opt, i, k, v, form) for k, v in state.items()}
             master = pieces.pop("master", None)
             loaded[i] = (pieces, master)
@@ -174,6 +179,29 @@ def match_params(opt: ZeroOptimizer, state_dict: dict[str, Any]) -> dict[int, in
             order[saved_index] = index[theirs["param_names"][k]] if by_name else first + k
         first += len(ours["params"])
     return order
+
+
+def check_entries(opt: ZeroOptimizer, i: int, state: dict[str, Any]) -> None:
+    """All entries that the optimizer keeps must be there; a first momentum may be missing."""
+    optional = ("momentum_buffer",)
+    missing = [k for k in opt._state_keys if state.get(k) is None and k not in optional]
+    if state and missing:
+        raise ValueError(
+            f"load_state_dict: the state of parameter '{opt._names[i]}' has no '{missing[0]}', "
+            f"expected {list(opt._state_keys)} of {opt._class.__name__}, got {list(state)}"
+        )
+
+
+def check_options(opt: ZeroOptimizer, groups: list[dict[str, Any]]) -> None:
+    """The kernels must cover the options that are loaded as they did those at construction."""
+    if opt._spec is not None:
+        now = [{**ours, **theirs} for ours, theirs in zip(opt.param_groups, groups, strict=True)]
+        spec, reason = fused_spec(opt._class, now)
+        if spec is None or spec.keys != opt._spec.keys:
+            raise ValueError(
+                f"load_state_dict: {reason or 'momentum was 0 at construction'}; build the "
+                "optimizer with the saved options"
+            )
 
 
 def piece_of(opt: ZeroOptimizer, i: int, key: str, value: Any, form: str) -> Any:
