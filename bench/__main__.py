@@ -61,8 +61,8 @@ def measure(args: argparse.Namespace) -> None:
     print(f"{len(rows)} rows in {path}; `python -m bench report` makes the page and the plots")
 
 
-def main() -> int:
-    args = parser().parse_args()
+def main(arguments: list[str] | None = None) -> int:
+    args = parser().parse_args(arguments)
     try:
         if args.command == "report":
             from .report import write_report

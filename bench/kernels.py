@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from dynzero.ops import NONFINITE_BITS, ops
+from dynzero.shard import upload
 
 from . import cupy_kernels, peers
 from .cases import Case
-from .inputs import Planned, Sums, choose, random_tensors, upload
+from .inputs import Planned, Sums, choose, random_tensors
 from .machine import BenchError
 from .timer import Call
 

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from dynzero.fused import adam_row
 from dynzero.ops import OPTIMIZER_KINDS, STATE_POINTERS, STATUS_FIELDS, ops
+from dynzero.shard import upload
 
 from . import peers
 from .cases import Case
-from .inputs import Planned, choose, random_tensors, upload
+from .inputs import Planned, choose, random_tensors
 from .kernels import require
 from .timer import Call
 
