@@ -10,6 +10,10 @@
 namespace dynzero {
 namespace {
 
+// Blocks per chunk: nothing is summed here, so a chunk can be cut (see update_shard.cu).
+constexpr int kSplit = 2;
+constexpr int kPart = kChunk / kSplit;
+
 constexpr int kThreads = 256;
 constexpr int kMinBlocks = 5;  // of a multiprocessor: caps the registers
 constexpr int kUnroll = 4;     // packs in flight per thread
@@ -19,11 +23,11 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
     unpack_params_kernel(const UnpackParams args) {
   constexpr int N = 16 / static_cast<int>(sizeof(Element));
   if (args.status != nullptr && args.status[kStatusFound] != 0) return;
-  const Chunk chunk = args.work.chunks[blockIdx.x];
+  const Chunk chunk = args.work.chunks[blockIdx.x / kSplit];
   const Row row = args.work.rows[chunk.row()];
-  const int64_t begin = chunk.start();
+  const int64_t begin = chunk.start() + blockIdx.x % kSplit * kPart;
   Element* param = reinterpret_cast<Element*>(args.param_ptrs[row.param]);
-  const int count = chunk_count(row.numel - begin);
+  const int count = min(chunk_count(row.numel - begin), kPart);
   if (param == nullptr || count == 0) return;
   const BucketWalk walk(row, begin, count, args.stride);
   const Element* bucket = static_cast<const Element*>(args.bucket);
@@ -62,7 +66,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
 template <typename Element>
 cudaError_t launch(const UnpackParams& args, cudaStream_t stream) {
-  return launch_kernel(unpack_params_kernel<Element>, args.work.num_chunks, kThreads, stream, args);
+  return launch_kernel(unpack_params_kernel<Element>, args.work.num_chunks * kSplit, kThreads,
+                       stream, args);
 }
 
 }  // namespace

