@@ -27,6 +27,17 @@ DYNZERO_HD int32_t nonfinite_bits(Acc x) {
   return x == x ? kInf : kNan;
 }
 
+// base^exponent for a whole exponent, by squaring: one thread of each block waits for this, and the
+// library's pow is several times slower.
+DYNZERO_HD double whole_power(double base, double exponent) {
+  double result = 1;
+  for (uint64_t left = static_cast<uint64_t>(exponent); left != 0; left >>= 1) {
+    if (left & 1) result *= base;
+    base *= base;
+  }
+  return result;
+}
+
 // What every element of one row shares, computed once per chunk.
 template <typename Acc>
 struct StepScalars {
@@ -74,8 +85,8 @@ DYNZERO_HD StepScalars<Acc> step_scalars(int kind, const double* hyper, double s
   s.step_size = s.lr;
   s.bias2_sqrt = Acc(1);
   if (kind == kAdam) {
-    s.step_size = static_cast<Acc>(lr / (1 - std::pow(b1, step)));
-    s.bias2_sqrt = static_cast<Acc>(std::sqrt(1 - std::pow(b2, step)));
+    s.step_size = static_cast<Acc>(lr / (1 - whole_power(b1, step)));
+    s.bias2_sqrt = static_cast<Acc>(std::sqrt(1 - whole_power(b2, step)));
   }
   return s;
 }
@@ -119,7 +130,7 @@ DYNZERO_HD Acc adam_update(const StepScalars<Acc>& s, Acc g, Acc p, Acc& exp_avg
                            Acc& exp_avg_sq) {
   if (s.decoupled) {
     p *= s.decay_factor;
-  } else {
+  } else if (s.weight_decay != Acc(0)) {
     g += s.weight_decay * p;
   }
   exp_avg += s.one_minus_beta1 * (g - exp_avg);
@@ -131,7 +142,7 @@ DYNZERO_HD Acc adam_update(const StepScalars<Acc>& s, Acc g, Acc p, Acc& exp_avg
 // torch.optim.SGD. With momentum 0 the buffer is not used.
 template <typename Acc>
 DYNZERO_HD Acc sgd_update(const StepScalars<Acc>& s, Acc g, Acc p, Acc& buffer) {
-  g += s.weight_decay * p;
+  if (s.weight_decay != Acc(0)) g += s.weight_decay * p;  // as torch: 0 * inf would be NaN
   if (s.beta1 != Acc(0)) {
     buffer = s.first ? g : s.beta1 * buffer + s.one_minus_beta2 * g;
     g = s.nesterov ? g + s.beta1 * buffer : buffer;
