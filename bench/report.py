@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .machine import BenchError
+from .results import where
 from .targets import Row, verdicts
 
 
@@ -102,7 +103,21 @@ def kernel_table(rows: list[Row]) -> list[str]:
             f"| {row['of_ceiling']:.1%} | {row['host_us']:.0f} | {row['launches'] or ''} "
             f"| {others(row)} |"
         )
-    return [*lines, ""]
+    return [*lines, "", *time_lines(rows)]
+
+
+def time_lines(rows: list[Row]) -> list[str]:
+    """Where the time of each op goes, from its largest profiled row."""
+    largest: dict[str, Row] = {}
+    for row in rows:
+        if row.get("device_us") and row["bytes"] >= largest.get(row["op"], {"bytes": 0})["bytes"]:
+            largest[row["op"]] = row
+    lines = [
+        f"- {name}, {row['case']['elements'] / 1e6:.0f} M elements in {row['case']['tensors']} "
+        f"tensors, microseconds by launch: {where(row)}"
+        for name, row in largest.items()
+    ]
+    return [*lines, ""] if lines else []
 
 
 def special(case: Row) -> str:

@@ -77,6 +77,12 @@ def add_launches(row: dict[str, Any], launches: dict[str, list[float]]) -> None:
         row["device_us"] = {name: round(sum(times), 1) for name, times in launches.items()}
 
 
+def where(row: dict[str, Any]) -> str:
+    """Where the GPU time of a call goes, in words: microseconds by launch, longest first."""
+    parts = sorted(row.get("device_us", {}).items(), key=lambda pair: -pair[1])
+    return ", ".join(f"{name} {us:g}" for name, us in parts)
+
+
 def default_output(machine: dict[str, Any], bench: str) -> Path:
     """bench/results/<gpu or cpu>-<bench>-<date>.json"""
     device = re.sub(r"[^a-z0-9]+", "-", (machine["gpu"] or "cpu").lower()).strip("-")

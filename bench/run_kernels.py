@@ -84,6 +84,7 @@ def count_launches(cases: list[Case], rows: list[dict[str, Any]], device: torch.
         op = op_classes()[case.op](case, device)
         op.ours.run()
         results.add_launches(row, profile_launches(op.ours, device))
+        results.say(f"{case}: {row['launches']} launches, us: {results.where(row)}")
         del op
         release(device)
 

@@ -157,6 +157,7 @@ def count_launches(rows: list[dict[str, Any]], device: torch.device) -> None:
             call = build_dynzero(spec)[0]
             call.run()
             results.add_launches(row, profile_launches(call, device))
+            results.say(f"step {case['dtype']}: us: {results.where(row)}")
             del call
 
 
