@@ -31,6 +31,9 @@ RUN := PYTHONPATH=$(CURDIR) $(PY)
 setup: $(BUILT)
 
 $(VENV)/.tools: requirements-dev.txt
+	@python3 -c "import ensurepip, os, sysconfig as s; \
+	  assert os.path.exists(s.get_path('include') + '/Python.h')" 2> /dev/null || { \
+	  echo "python3 lacks venv or its headers: apt install python3-venv python3-dev"; exit 1; }
 	python3 -m venv $(VENV)
 	$(PY) -m pip install --quiet --upgrade pip
 	$(PY) -m pip install --quiet "$(TORCH)"

@@ -54,6 +54,7 @@ class ScaleState:
 
     def __init__(self, loss_scale: Any, device: torch.device) -> None:
         self.config = parse_loss_scale(loss_scale)
+        self._told = 0
         self.options: list[float] = []
         init, hysteresis = 1.0, 1
         if isinstance(self.config, LossScale):
@@ -86,6 +87,19 @@ class ScaleState:
     def factor(self) -> Tensor | None:
         """A copy of the scale that gradients carry now, None without; a step changes the scale."""
         return self.value.clone() if self.scaling else None
+
+    def exhausted(self, overflows: int) -> RuntimeError | None:
+        """A complaint if there were more overflows at the minimum than when last complained."""
+        if overflows <= self._told:
+            return None
+        self._told = overflows
+        if not isinstance(self.config, LossScale) or self.config.on_minimum == "continue":
+            return None
+        return RuntimeError(
+            f"the loss scale is at its minimum of {self.config.minimum:g} and gradients overflowed "
+            "again: training has diverged, or the minimum is too high; look at last_step.overflow, "
+            "or pass LossScale(on_minimum='continue')"
+        )
 
     def counters(self) -> tuple[int, int]:
         values = self.tensor.tolist()

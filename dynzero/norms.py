@@ -99,3 +99,27 @@ def full_grad(opt: ZeroOptimizer, local: Local, agreed: Agreed, index: int) -> T
         flat = opt._mover.gather_rows(padded).view(-1)[: int(opt._layout.numel[index])]
     assert flat.dtype == shard_dtype(flat.dtype)
     return unflatten(flat, param)
+
+
+def unscale(opt: ZeroOptimizer, local: Local, agreed: Agreed, inverse: Tensor) -> Tensor:
+    """Multiply the window's gradients by `inverse`; returns 1.0 if any rank has a non-finite one.
+
+    In stage 2 the window is reduced first, since that is where its gradients are. inverse: 0-dim, 0
+    on a rank that has joined and takes the others'.
+    """
+    found = torch.zeros((), device=opt._device)
+    grads = [p.grad for p in opt._params if p.grad is not None]
+    if opt._rounds is not None:
+        reduction.reduce(opt, local, agreed)
+        grads = opt._window.buffers
+        found += (opt._window.nonfinite != 0).any()
+    for grad in grads if opt._rounds is None else []:
+        found += (~torch.isfinite(grad)).any()
+    both = torch.stack([found, inverse.to(opt._device, torch.float32)])
+    if opt._mover is not None:
+        both = opt._mover.gather_rows(both).amax(0)
+    for grad in grads:
+        grad.mul_(both[1])
+    if opt._rounds is not None:
+        opt._window.sumsq.mul_(both[1].double().square())
+    return both[0]

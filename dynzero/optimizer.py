@@ -18,7 +18,7 @@ from .loss_scale import ScaleState
 from .ops import STATUS_FIELDS, ops
 from .plan import Plan, indices_of
 from .reduced import Gradients, Local, Reader
-from .report import LastStep
+from .report import LastStep, Outcomes
 from .rounds import Rounds, Waitable
 from .shard import upload
 from .transports.control import Action, Agreed, Control
@@ -126,6 +126,8 @@ class ZeroOptimizer(Optimizer):
             self._rounds = Rounds(self._params, self._device, self._begin_round)
         self._may_zero = any(group["absent"] == "zero" for group in self.param_groups)
         self.last_step: LastStep | None = None
+        self._outcomes = Outcomes()
+        self._agreed_scaler = False  # set while a dynzero.GradScaler steps
 
     def _begin_round(self) -> Iterator[Waitable]:
         return presence.begin_round(self)
@@ -159,6 +161,7 @@ class ZeroOptimizer(Optimizer):
             self._update_and_gather(grads)
             self.last_step = LastStep(iteration, self._layout.names, grads.status, records)
             self.last_step.present = grads.present
+            self._outcomes.follow(self.last_step, grads.status, self._scale.tensor)
         self._end_window()
 
     def _check(self, grads: Gradients) -> Tensor:
@@ -294,6 +297,16 @@ class ZeroOptimizer(Optimizer):
         """{"taken": steps taken, "skipped": steps skipped}. Waits for the device."""
         taken, skipped = self._scale.counters()
         return {"taken": taken, "skipped": skipped}
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by torch.amp.GradScaler.step; its own non-finite check knows one rank only."""
+        if self._control.world > 1 and not self._agreed_scaler:
+            raise RuntimeError(
+                "torch.amp.GradScaler decides on each rank by itself whether to step, so ranks "
+                "would drift apart; use dynzero.GradScaler, which agrees on it"
+            )
+        return False
 
     # Groups and state.
 

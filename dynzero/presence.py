@@ -24,7 +24,14 @@ if TYPE_CHECKING:
     from .optimizer import ZeroOptimizer
 
 # Ranks at these calls take part in the others' backward rounds until all have arrived.
-REDUCING = (Action.STEP, Action.GRAD_NORM, Action.CLIP, Action.FULL_GRAD, Action.JOIN)
+REDUCING = (
+    Action.STEP,
+    Action.GRAD_NORM,
+    Action.CLIP,
+    Action.FULL_GRAD,
+    Action.JOIN,
+    Action.UNSCALE,
+)
 NO_DETAIL = (0.0, 0.0)
 
 
@@ -43,7 +50,7 @@ class Fingerprint:
 
 
 def message(
-    opt: ZeroOptimizer, action: Action, complaint: str | None, detail: tuple[float, float]
+    opt: ZeroOptimizer, action: Action, complaint: Exception | None, detail: tuple[float, float]
 ) -> Message:
     return Message(
         opt._iteration,
@@ -66,13 +73,16 @@ def message_bits(opt: ZeroOptimizer, bits: Tensor) -> Tensor:
     return torch.cat([bits, bit_mask(eligible, opt._layout.size)])
 
 
-def read(opt: ZeroOptimizer) -> tuple[Local, str | None]:
+def read(opt: ZeroOptimizer) -> tuple[Local, Exception | None]:
     """The local gradients, and what is wrong here, if anything."""
     local, complaint = opt._reader.read()
+    opt._outcomes.poll()
+    if complaint is None:
+        complaint = opt._scale.exhausted(opt._outcomes.exhausted)
     if complaint is None and not opt._may_zero:
         for g, group in enumerate(opt.param_groups):
             if group["absent"] != "skip":
-                complaint = (
+                complaint = ValueError(
                     f"group {g}: absent: expected 'skip' as at construction, got "
                     f"{group['absent']!r}; set it when the optimizer is built"
                 )
@@ -98,10 +108,10 @@ def agree(
             take_part(opt, agreed)
 
 
-def judge(opt: ZeroOptimizer, agreed: Agreed, complaint: str | None) -> None:
+def judge(opt: ZeroOptimizer, agreed: Agreed, complaint: Exception | None) -> None:
     """Raise, on every rank alike, what these messages show to be wrong."""
     if any(m.trouble for m in agreed.messages):
-        opt._control.raise_together(ValueError(complaint) if complaint else None)
+        opt._control.raise_together(complaint)
     difference = first_difference(agreed.messages, REDUCING)
     if difference is not None:
         raise RuntimeError(difference)
@@ -127,7 +137,7 @@ def begin_round(opt: ZeroOptimizer) -> Iterator[Waitable]:
 
 
 @torch.no_grad()
-def round_of(opt: ZeroOptimizer, local: Local, complaint: str | None) -> Iterator[Waitable]:
+def round_of(opt: ZeroOptimizer, local: Local, complaint: Exception | None) -> Iterator[Waitable]:
     mine = message(opt, Action.ROUND, complaint, NO_DETAIL)
     exchange = opt._control.start(mine, message_bits(opt, local.bits))
     yield exchange
@@ -166,3 +176,5 @@ def follow(opt: ZeroOptimizer, local: Local, agreed: Agreed, other: Message) -> 
         norms.clip(opt, reduction.reduce(opt, local, agreed), *other.detail)
     elif other.action is Action.FULL_GRAD:
         norms.full_grad(opt, local, agreed, int(other.detail[0]))
+    elif other.action is Action.UNSCALE:
+        norms.unscale(opt, local, agreed, torch.zeros(()))

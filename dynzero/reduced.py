@@ -44,7 +44,7 @@ class Reader:
         self.scan = load_extension().ParamScan(params)
         self.staged = {i: flat_copy(p.detach(), p) for i, p in enumerate(params) if not is_dense(p)}
 
-    def read(self) -> tuple[Local, str | None]:
+    def read(self) -> tuple[Local, Exception | None]:
         """What is there now, and a complaint if a parameter is not what it was."""
         pin = self.device.type == "cuda"
         ptrs = torch.empty(2, self.layout.size, dtype=torch.int64, pin_memory=pin)
@@ -60,9 +60,9 @@ class Reader:
             ptrs[1, i] = stand_in.data_ptr()
         return local, None
 
-    def complaint(self, i: int) -> str:
+    def complaint(self, i: int) -> ValueError:
         p = self.params[i]
-        return (
+        return ValueError(
             f"parameter '{self.layout.names[i]}' is not what it was at construction: it now has "
             f"dtype {p.dtype}, device {p.device}, shape {tuple(p.shape)} and strides "
             f"{tuple(p.stride())}; expected dtype {self.layout.dtypes[i]} on {self.device} and an "

@@ -1,14 +1,21 @@
-"""What the last step did, read back from the device only when looked at."""
+"""What the last step did, read back from the device only when looked at, or when it is there.
+
+Steps that were skipped are logged (logger "dynzero") once their outcome has reached the host.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
-from .ops import RECORD_COLUMNS, STATUS_FIELDS
+from .ops import RECORD_COLUMNS, SCALE_FIELDS, STATUS_FIELDS
 from .plan import indices_of
 
+logger = logging.getLogger("dynzero")
 KINDS = {1: "inf", 2: "nan", 3: "nan"}
 
 
@@ -64,9 +71,45 @@ class LastStep:
         ordered = sorted((int(row["param"]), rank, row["kind"]) for row, rank in local or offenders)
         return [(self._names[param], rank, KINDS[int(kind)]) for param, rank, kind in ordered]
 
+    def blame(self) -> str:
+        """One line on a skipped step."""
+        offenders = self.overflow or []
+        where = ", ".join(f"{kind} in '{name}' on rank {rank}" for name, rank, kind in offenders)
+        return f"iteration {self.iteration} skipped: {where}"
+
     def __repr__(self) -> str:
         return (
             f"LastStep(iteration={self.iteration}, stepped={self.stepped}, "
             f"active={len(self.active)}, grad_norm={self.grad_norm:.6g}, "
             f"loss_scale={self.loss_scale:g}, overflow={self.overflow})"
         )
+
+
+class Outcomes:
+    """Outcomes on their way to the host: looked at when they have arrived, never waited for."""
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[LastStep, Tensor, torch.cuda.Event | None]] = deque()
+        self.exhausted = 0  # overflows at the minimum of the loss scale, as far as known
+
+    def follow(self, step: LastStep, status: Tensor, scale_state: Tensor) -> None:
+        values = torch.cat([status, scale_state])
+        event = None
+        if values.is_cuda:
+            pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            values = pinned.copy_(values, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self._queue.append((step, values, event))
+
+    def poll(self) -> None:
+        """Log the skipped steps among those that are known by now."""
+        while self._queue:
+            step, values, event = self._queue[0]
+            if event is not None and not event.query():
+                return
+            self._queue.popleft()
+            self.exhausted = int(values[len(STATUS_FIELDS) + SCALE_FIELDS["exhausted"]])
+            if values[STATUS_FIELDS["found"]]:
+                after = float(values[len(STATUS_FIELDS) + SCALE_FIELDS["value"]])
+                logger.warning("%s; loss scale is now %g", step.blame(), after)

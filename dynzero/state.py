@@ -28,7 +28,7 @@ def entries(opt: ZeroOptimizer, i: int, steps: list[float]) -> dict[str, Any]:
     if isinstance(opt._shard, FusedShard) and steps[i] == 0:
         return {}
     state = opt._shard.entries(i)
-    if state and i in opt._shard.masters:
+    if i in opt._shard.masters:
         state["master"] = opt._shard.masters[i]
     return state
 

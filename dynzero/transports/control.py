@@ -36,6 +36,7 @@ class Action(IntEnum):
     JOIN = 6
     ADD_GROUP = 7
     STATE = 8
+    UNSCALE = 9
 
 
 SPOKEN = {
@@ -47,6 +48,7 @@ SPOKEN = {
     Action.JOIN: "the end of join()",
     Action.ADD_GROUP: "add_param_group()",
     Action.STATE: "saving or loading state",
+    Action.UNSCALE: "GradScaler.unscale_()",
 }
 
 
