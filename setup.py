@@ -4,9 +4,11 @@ Needs torch in the environment that dynzero is for: pip install --no-build-isola
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import torch
@@ -24,7 +26,10 @@ def cuda_choice() -> str:
     if torch.version.cuda is None:
         choice, why = "OFF", f"torch {torch.__version__} is built without CUDA"
     elif shutil.which("nvcc") is None:
-        choice, why = "OFF", f"torch is built for CUDA {torch.version.cuda}, but nvcc is not on PATH"
+        choice, why = (
+            "OFF",
+            f"torch is built for CUDA {torch.version.cuda}, but nvcc is not on PATH",
+        )
     else:
         choice, why = "ON", f"torch is built for CUDA {torch.version.cuda}, and nvcc is on PATH"
     kind = "with CUDA" if choice == "ON" else "for the CPU only"
@@ -54,6 +59,8 @@ class BuildKernelsAndModule(BuildExtension):
         super().build_extensions()
 
 
+# cmake and ninja of this environment, also when it is not activated: another ninja starts over.
+os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
 headers = [str(path) for path in (ROOT / "csrc").glob("*.h*")]
 setup(
     ext_modules=[
@@ -61,7 +68,7 @@ setup(
             "dynzero._C",
             [f"csrc/{name}" for name in MODULE_SOURCES],
             depends=headers,
-            extra_compile_args=["-O1", "-g0", "-fvisibility=hidden", "-Wall"],
+            extra_compile_args=["-O2", "-g0", "-fvisibility=hidden", "-Wall"],
             extra_link_args=["-fopenmp"],
         )
     ],

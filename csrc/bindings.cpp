@@ -1,5 +1,5 @@
-// The Python module dynzero._C: the ops of ops.h, ParamScan, the table layouts of segments.h and how
-// this build was made. Python reaches the ops through torch.ops.dynzero (dynzero/ops.py).
+// The Python module dynzero._C: the ops of ops.h, ParamScan, the table layouts of segments.h and
+// how this build was made. Python reaches the ops through torch.ops.dynzero (dynzero/ops.py).
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
@@ -60,10 +60,9 @@ void add_layouts(py::module_& m) {
              {"beta2", kHyperBeta2},
              {"eps", kHyperEps},
              {"flags", kHyperFlags}});
-  add_names(m, "HYPER_FLAGS",
-            {{"nesterov", kNesterov},
-             {"maximize", kMaximize},
-             {"decoupled_decay", kDecoupledDecay}});
+  add_names(
+      m, "HYPER_FLAGS",
+      {{"nesterov", kNesterov}, {"maximize", kMaximize}, {"decoupled_decay", kDecoupledDecay}});
   add_names(m, "STATE_POINTERS",
             {{"param", kPointerParam},
              {"master", kPointerMaster},

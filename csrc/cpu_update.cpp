@@ -28,7 +28,8 @@ UpdateChunk<Grad, Param> update_chunk(const UpdateShard& args, const Row& row, i
   UpdateChunk<Grad, Param> chunk;
   const Grad* grad = address<const Grad>(args.grad_ptrs, row.param);
   chunk.grad = grad == nullptr ? nullptr : grad + begin;
-  chunk.param = address<Param>(args.state_ptrs + kPointerParam * args.num_params, row.param) + begin;
+  chunk.param =
+      address<Param>(args.state_ptrs + kPointerParam * args.num_params, row.param) + begin;
   if constexpr (std::is_same_v<Param, Acc>) {
     chunk.master = chunk.param;
   } else {

@@ -150,11 +150,11 @@ template void narrow(const float*, int64_t, BFloat16*);
 template void adopt_values(const Half*, int64_t, float*);
 template void adopt_values(const BFloat16*, int64_t, float*);
 
-#define DYNZERO_INSTANTIATE(Acc)                                                               \
-  template void add(const Acc*, const Acc*, int64_t, Acc*);                                    \
-  template void add_squares(const Acc*, int64_t, double*);                                     \
-  template void adam_block(const StepScalars<Acc>&, const Acc*, int64_t, Acc*, Acc*, Acc*);    \
-  template void sgd_block(const StepScalars<Acc>&, const Acc*, int64_t, Acc*, Acc*);           \
+#define DYNZERO_INSTANTIATE(Acc)                                                            \
+  template void add(const Acc*, const Acc*, int64_t, Acc*);                                 \
+  template void add_squares(const Acc*, int64_t, double*);                                  \
+  template void adam_block(const StepScalars<Acc>&, const Acc*, int64_t, Acc*, Acc*, Acc*); \
+  template void sgd_block(const StepScalars<Acc>&, const Acc*, int64_t, Acc*, Acc*);        \
   template void lion_block(const StepScalars<Acc>&, const Acc*, int64_t, Acc*, Acc*);
 DYNZERO_INSTANTIATE(float)
 DYNZERO_INSTANTIATE(double)

@@ -62,8 +62,8 @@ DYNZERO_HD Acc exact_inverse(Acc x) {
 }
 
 template <typename Acc>
-DYNZERO_HD StepScalars<Acc> step_scalars(int kind, const double* hyper, double step,
-                                         double divisor, const double* status) {
+DYNZERO_HD StepScalars<Acc> step_scalars(int kind, const double* hyper, double step, double divisor,
+                                         const double* status) {
   StepScalars<Acc> s;
   const double lr = hyper[kHyperLr], b1 = hyper[kHyperBeta1], b2 = hyper[kHyperBeta2];
   const int64_t flags = static_cast<int64_t>(hyper[kHyperFlags]);
@@ -126,8 +126,7 @@ DYNZERO_HD Acc unscaled_grad(const StepScalars<Acc>& s, Acc raw) {
 
 // torch.optim.AdamW (decoupled) and torch.optim.Adam, single-tensor formulas.
 template <typename Acc>
-DYNZERO_HD Acc adam_update(const StepScalars<Acc>& s, Acc g, Acc p, Acc& exp_avg,
-                           Acc& exp_avg_sq) {
+DYNZERO_HD Acc adam_update(const StepScalars<Acc>& s, Acc g, Acc p, Acc& exp_avg, Acc& exp_avg_sq) {
   if (s.decoupled) {
     p *= s.decay_factor;
   } else if (s.weight_decay != Acc(0)) {

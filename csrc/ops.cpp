@@ -5,13 +5,14 @@
 #include <c10/util/Exception.h>
 
 #include <initializer_list>
+#include <string>
 
 #include "segments.h"
 
 namespace dynzero {
 
-#define DYNZERO_DECLARE(op)  \
-  decltype(op) op##_cpu;     \
+#define DYNZERO_DECLARE(op) \
+  decltype(op) op##_cpu;    \
   decltype(op) op##_cuda;
 DYNZERO_DECLARE(pack_grads)
 DYNZERO_DECLARE(reduce_shard)
@@ -26,11 +27,11 @@ DYNZERO_DECLARE(unpack_params)
 #define DYNZERO_DISPATCH(op, device, ...) \
   ((device).is_cuda() ? op##_cuda(__VA_ARGS__) : op##_cpu(__VA_ARGS__))
 #else
-#define DYNZERO_DISPATCH(op, device, ...)                                                         \
-  TORCH_CHECK(!(device).is_cuda(), #op, ": expected tensors on cpu, got ", device,                \
-              "; this dynzero was built without CUDA. Rebuild it where nvcc is on the PATH and "  \
-              "torch is a CUDA build: pip install --no-build-isolation --force-reinstall "        \
-              "--no-deps .");                                                                     \
+#define DYNZERO_DISPATCH(op, device, ...)                                                        \
+  TORCH_CHECK(!(device).is_cuda(), #op, ": expected tensors on cpu, got ", device,               \
+              "; this dynzero was built without CUDA. Rebuild it where nvcc is on the PATH and " \
+              "torch is a CUDA build: pip install --no-build-isolation --force-reinstall "       \
+              "--no-deps .");                                                                    \
   op##_cpu(__VA_ARGS__)
 #endif
 
@@ -69,13 +70,12 @@ class Checker {
   void bucket(const char* name, const at::Tensor& tensor) const {
     floating(name, tensor.scalar_type());
     matrix(name, tensor, tensor.scalar_type(), -1, -1);
-    TORCH_CHECK(tensor.size(0) > 0, op_, ": expected ", name, " [world, stride] with world > 0, got ",
-                tensor.sizes());
+    TORCH_CHECK(tensor.size(0) > 0, op_, ": expected ", name,
+                " [world, stride] with world > 0, got ", tensor.sizes());
   }
 
   void floating(const char* name, at::ScalarType dtype) const {
-    one_of(name, dtype,
-           {at::ScalarType::Half, at::ScalarType::BFloat16, kFloat32, kFloat64});
+    one_of(name, dtype, {at::ScalarType::Half, at::ScalarType::BFloat16, kFloat32, kFloat64});
   }
 
   void one_of(const char* name, at::ScalarType got,
@@ -86,9 +86,10 @@ class Checker {
     std::string names;
     for (const auto dtype : expected) {
       names += names.empty() ? "" : " or ";
-      names += c10::toString(dtype);
+      names += c10::getDtypeNames(dtype).first;
     }
-    TORCH_CHECK(false, op_, ": expected ", name, " of dtype ", names, ", got ", got);
+    TORCH_CHECK(false, op_, ": expected ", name, " of dtype ", names, ", got ",
+                c10::getDtypeNames(got).first);
   }
 
  private:

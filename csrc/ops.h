@@ -32,7 +32,8 @@ void pack_grads(const at::Tensor& rows, const at::Tensor& full_chunks, const at:
 // float64 wire). Sums, in rank order and in the shard's dtype, the slots of the ranks whose bit is
 // set in present (uint8 [world, ceil(params / 8)], little-endian bits); other slots are not read.
 // accumulate (int64 [params]): 1 adds the sum to what the shard holds, 0 overwrites it. Squares and
-// flags (shifted by kSumShift) are taken from the value written. A row that no rank has is written as zeros.
+// flags (shifted by kSumShift) are taken from the value written. A row that no rank has is written
+// as zeros.
 void reduce_shard(const at::Tensor& rows, const at::Tensor& own_chunks, const at::Tensor& received,
                   const at::Tensor& present, const at::Tensor& shard_ptrs,
                   const at::Tensor& accumulate, const at::Tensor& partials,
@@ -50,8 +51,8 @@ void fold_sums(const at::Tensor& rows, const at::Tensor& partials, bool full, in
                const at::Tensor& sumsq);
 
 // This rank's record (float64 [kRecordColumns]): sum over rows of sumsq / (divisor * scale)^2 in a
-// fixed order, lowest flagged parameter (-1 if none), its bits, and whether only its sum is flagged;
-// a flagged local gradient comes before any sum.
+// fixed order, lowest flagged parameter (-1 if none), its bits, and whether only its sum is
+// flagged; a flagged local gradient comes before any sum.
 void summarize_shard(const at::Tensor& rows, const at::Tensor& sumsq, const at::Tensor& nonfinite,
                      const at::Tensor& scale_state, const at::Tensor& record);
 
@@ -70,7 +71,8 @@ void begin_step(const at::Tensor& rows, const at::Tensor& records, double max_no
 //   g = grad / (divisor * scale) * clip          (in float; double for float64 parameters)
 //   state_ptrs  int64 [kStatePointers, params]   see StatePointer
 //   grad_dtype  the parameter's dtype, or float32 for a reduced shard
-//   out         param dtype [>= offset + own_numel] or none: where given, the new values of a row go
+//   out         param dtype [>= offset + own_numel] or none: where given, the new values of a row
+//   go
 //               to out + offset as well; a 16-bit parameter's own memory is then left alone
 //   hyper       float64 [groups, kHyperColumns]
 //   steps       float32 [params], already counting this step

@@ -13,9 +13,9 @@ namespace {
 // Tensors whose data is not simply there: another layout, a pending conjugation or negation, a
 // symbolic zero, a Python subclass that wraps something else.
 bool has_plain_data(const at::TensorImpl* impl) {
-  static const c10::DispatchKeySet special(
-      {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor,
-       c10::DispatchKey::Python});
+  static const c10::DispatchKeySet special({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
+                                            c10::DispatchKey::ZeroTensor,
+                                            c10::DispatchKey::Python});
   return impl->has_storage() && impl->layout() == c10::kStrided &&
          !impl->key_set().has_any(special);
 }
@@ -47,16 +47,16 @@ void check_table(const char* name, const at::Tensor& table, at::ScalarType dtype
               table.device());
   TORCH_CHECK(table.scalar_type() == dtype && table.dim() == 1 && table.size(0) == size &&
                   table.is_contiguous(),
-              "ParamScan.read: expected ", name, " contiguous, of dtype ", dtype, " and size [", size,
-              "], got ", table.scalar_type(), " ", table.sizes());
+              "ParamScan.read: expected ", name, " contiguous, of dtype ", dtype, " and size [",
+              size, "], got ", table.scalar_type(), " ", table.sizes());
 }
 
 }  // namespace
 
-ParamScan::ParamScan(pybind11::list params) : params_(pybind11::list(params)) {
-  // A copy: the caller's list may change later.
-  params_ = pybind11::reinterpret_steal<pybind11::list>(
-      PyList_GetSlice(params.ptr(), 0, PyList_GET_SIZE(params.ptr())));
+// A copy of the list: the caller's may change later.
+ParamScan::ParamScan(pybind11::list params)
+    : params_(pybind11::reinterpret_steal<pybind11::list>(
+          PyList_GetSlice(params.ptr(), 0, PyList_GET_SIZE(params.ptr())))) {
   for (const auto& item : params_) {
     TORCH_CHECK(THPVariable_Check(item.ptr()), "ParamScan: expected a list of tensors, got a ",
                 Py_TYPE(item.ptr())->tp_name, " in it");

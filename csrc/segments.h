@@ -35,13 +35,13 @@ struct Chunk {
 #if defined(__CUDACC__)
   __host__ __device__
 #endif
-  int64_t row() const {
+      int64_t row() const {
     return packed >> 32;
   }
 #if defined(__CUDACC__)
   __host__ __device__
 #endif
-  int64_t start() const {
+      int64_t start() const {
     return (packed & 0xffffffff) * kChunk;
   }
 };
@@ -65,13 +65,13 @@ enum RecordColumn {
 
 // Fields of the step status, float64, written by begin_step and read by the update.
 enum StatusField {
-  kStatusFound,   // 1 when a gradient is not finite and the step must change nothing
-  kStatusNorm,    // 2-norm of the averaged, unscaled gradients, before clipping
-  kStatusClip,    // factor to multiply gradients by, 1 without clipping
-  kStatusScale,   // loss scale that the gradients of this step carry
-  kStatusParam,   // first non-finite parameter or -1
-  kStatusRank,    // rank that saw it or -1
-  kStatusKind,    // kInf, kNan or both
+  kStatusFound,  // 1 when a gradient is not finite and the step must change nothing
+  kStatusNorm,   // 2-norm of the averaged, unscaled gradients, before clipping
+  kStatusClip,   // factor to multiply gradients by, 1 without clipping
+  kStatusScale,  // loss scale that the gradients of this step carry
+  kStatusParam,  // first non-finite parameter or -1
+  kStatusRank,   // rank that saw it or -1
+  kStatusKind,   // kInf, kNan or both
   kStatusFields
 };
 
