@@ -156,8 +156,11 @@ class Replica:
         return set(grads)
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """torch's state by name, and the masters of the 16-bit parameters that have trained."""
+        """State and, for 16-bit ones, master of the parameters that have trained, by name.
+
+        A few torch classes (Adagrad) create the others' state at construction; it says nothing."""
         state = state_by_name(self.optimizer.state_dict())
+        state = {name: state[name] for name in state if name in self.trained}
         for name in self.trained:
             p, master = self.masters[name]
             if p is not master:
