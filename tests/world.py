@@ -95,6 +95,15 @@ def message_of(kind: type[BaseException], call: Callable[..., Any], *args: Any, 
     raise AssertionError(f"expected {kind.__name__}, but nothing was raised")
 
 
+def outcome_of(call: Callable[..., Any], *args: Any, **kw: Any) -> str:
+    """For use inside a rank, many calls in one case: "Kind: message", or what happened instead."""
+    try:
+        call(*args, **kw)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
 def check_words(message: str, words: Sequence[str], where: str = "message") -> None:
     lacking = [word for word in words if word.lower() not in message.lower()]
     assert not lacking, f"{where}: {lacking} not in: {message}"
