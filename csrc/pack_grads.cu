@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) pack_grads_kernel(const 
   const int whole = whole_packs<N>(live, pack_aligned<N>(grad));
   for (int tile = 0; tile < count; tile += kThreads * kUnroll * N) {
     Pack<Grad, N> packs[kUnroll];
-    load_tile<CacheHint::kPlain, kThreads>(packs, grad, tile, whole);
+    load_tile<CacheHint::kCached, kThreads>(packs, grad, tile, whole);
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
       const int i = tile_index<kThreads, N>(tile, k);

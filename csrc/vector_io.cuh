@@ -14,8 +14,9 @@
 
 namespace dynzero {
 
-// Gradients and slots are read once, so they should not push anything out of the caches.
-enum class CacheHint { kPlain, kStreaming, kNoAllocate };
+// Gradients and slots are read once, so they should not push anything out of the caches. kCached
+// (read-only data, the default policy) is what many small tensors like better.
+enum class CacheHint { kCached, kStreaming, kNoAllocate };
 constexpr CacheHint kReadOnlyHint = CacheHint::kNoAllocate;
 constexpr CacheHint kReadWriteHint = CacheHint::kStreaming;
 constexpr CacheHint kStoreHint = CacheHint::kStreaming;
@@ -54,8 +55,8 @@ struct Pack {
 
 template <typename Word>
 __device__ __forceinline__ Word load_word(const Word* p,
-                                          std::integral_constant<CacheHint, CacheHint::kPlain>) {
-  return *p;
+                                          std::integral_constant<CacheHint, CacheHint::kCached>) {
+  return __ldg(p);
 }
 template <typename Word>
 __device__ __forceinline__ Word
