@@ -99,6 +99,8 @@ def without_duplicates(params: Any, known: dict[int, str] | None = None) -> Any:
     """
     if isinstance(params, Tensor):
         raise TypeError(f"params: expected an iterable of parameters, got {type(params).__name__}")
+    if isinstance(params, (set, frozenset)):
+        raise TypeError("params: expected an ordered collection, got a set; use a list")
     groups = list(params)
     if not groups:
         raise ValueError("params: expected at least one parameter, got an empty list")
@@ -108,7 +110,7 @@ def without_duplicates(params: Any, known: dict[int, str] | None = None) -> Any:
         group = dict(group)
         members = group.get("params", [])
         members = [members] if isinstance(members, Tensor) else members
-        if isinstance(members, set):
+        if isinstance(members, (set, frozenset)):
             raise TypeError("params: expected an ordered collection, got a set; use a list")
         group["params"] = list(members)
         for k, member in enumerate(group["params"]):
