@@ -1,0 +1,125 @@
+"""Ranks that build different optimizers get one and the same error, naming the first difference."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from play import assert_same_bits
+from scenario import snapshot
+from test_bad_input import OPTIM, Call, construct, model_of_rank, with_option
+from torch import Tensor, nn
+from world import check_words, message_of, outcome_of, run_world
+
+
+# Arguments that are good alone, but not together: what rank 1 has, and what the error must say.
+class Differs(NamedTuple):
+    call: Call
+    words: tuple[str, ...]
+
+
+def renamed(model: nn.Module) -> Any:
+    return [("u", model.u), ("other", model.v), ("w", model.w)]
+
+
+def reshaped(model: nn.Module) -> Any:
+    return [("u", model.u), ("v", nn.Parameter(torch.zeros(6))), ("w", model.w)]
+
+
+def retyped(model: nn.Module) -> Any:
+    return [("u", model.u), ("v", nn.Parameter(torch.zeros(5).bfloat16())), ("w", model.w)]
+
+
+def reordered(model: nn.Module) -> Any:
+    return [("v", model.v), ("u", model.u), ("w", model.w)]
+
+
+def fewer(model: nn.Module) -> Any:
+    return [("u", model.u), ("v", model.v)]
+
+
+def regrouped(model: nn.Module) -> Any:
+    return [{"params": [("u", model.u), ("v", model.v)]}, {"params": [("w", model.w)]}]
+
+
+def own_absent(model: nn.Module) -> Any:
+    return [{"params": model.named_parameters(), "absent": "zero"}]
+
+
+DIFFERENCES: dict[str, Differs] = {
+    "names": Differs(Call(renamed), ("'v'", "'other'")),
+    "shape": Differs(Call(reshaped), ("'v'", "(5,)", "(6,)")),
+    "dtype": Differs(Call(retyped), ("'v'", "float32", "bfloat16")),
+    "order": Differs(Call(reordered), ("'u'", "'v'")),
+    "number": Differs(Call(fewer), ("3 parameters", "2 parameters")),
+    "groups": Differs(Call(regrouped), ("1 parameter groups", "2 parameter groups")),
+    "group option": Differs(Call(own_absent), ("absent", "skip", "zero")),
+    "class": Differs(Call(optimizer=OPTIM.Adam), ("AdamW", "Adam")),
+} | {
+    name: Differs(with_option(**{name: value}), (name, str(value)))
+    for name, value in {
+        "lr": 0.2,
+        "weight_decay": 0.5,
+        "betas": (0.5, 0.6),
+        "stage": 1,
+        "absent": "zero",
+        "average": "present",
+        "max_grad_norm": 2.5,
+        "loss_scale": 64.0,
+        "check_finite": False,
+        "wire_dtype": torch.bfloat16,
+        "bucket_bytes": 4096,
+        "fused": False,
+        "sync_params": False,
+    }.items()
+}
+
+
+def different_on_last_rank(rank: int, world: int) -> dict[str, tuple[str, dict[str, Tensor]]]:
+    results = {}
+    for name, difference in DIFFERENCES.items():
+        model = model_of_rank()
+        call = difference.call if rank == world - 1 else Call()
+        results[name] = outcome_of(construct, model, call), snapshot(model)
+    return results
+
+
+@pytest.fixture(scope="module")
+def disagreements() -> list[dict[str, tuple[str, dict[str, Tensor]]]]:
+    return run_world(3, different_on_last_rank, timeout=120.0)
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_ranks_that_differ_get_the_same_error(name: str, disagreements: list[Any]) -> None:
+    messages = [results[name][0] for results in disagreements]
+    assert len(set(messages)) == 1, messages
+    check_words(messages[0], ["ValueError", "rank 0", "rank 2", *DIFFERENCES[name].words])
+    for rank, results in enumerate(disagreements):
+        for parameter, value in snapshot(model_of_rank()).items():
+            assert_same_bits(results[name][1][parameter], value, f"rank {rank}, {parameter}")
+
+
+def other_values(rank: int, world: int, sync: bool) -> tuple[str, dict[str, Tensor]]:
+    model, text = model_of_rank(), ""
+    if rank == 1:
+        with torch.no_grad():
+            model.v[2] = 7.0
+    if sync:
+        construct(model, with_option(sync_params=True))
+    else:
+        text = message_of(ValueError, construct, model, with_option(sync_params=False))
+    return text, snapshot(model)
+
+
+def test_other_values_are_refused_without_sync_params() -> None:
+    for text, _ in run_world(2, other_values, False):
+        check_words(text, ["differ", "rank 1", "v", "sync_params=True"])
+        assert "u" not in text.split("'"), text
+
+
+def test_other_values_are_overwritten_with_sync_params() -> None:
+    expected = snapshot(model_of_rank())
+    for _, params in run_world(2, other_values, True):
+        for name, value in expected.items():
+            assert_same_bits(params[name], value, name)
