@@ -76,9 +76,11 @@ def message_bits(opt: ZeroOptimizer, bits: Tensor) -> Tensor:
 def read(opt: ZeroOptimizer) -> tuple[Local, Exception | None]:
     """The local gradients, and what is wrong here, if anything."""
     local, complaint = opt._reader.read()
-    opt._outcomes.poll()
-    if complaint is None:
-        complaint = opt._scale.exhausted(opt._outcomes.exhausted)
+    if opt._rounds is not None and opt._rounds.superseded:
+        complaint = RuntimeError(
+            "another stage 2 optimizer has been built over parameters of this one and receives "
+            "their gradients; use that one, or build each over parameters of its own"
+        )
     if complaint is None and not opt._may_zero:
         for g, group in enumerate(opt.param_groups):
             if group["absent"] != "skip":
@@ -98,6 +100,8 @@ def agree(
             opt._rounds.forget()
             opt._rounds.finish()
         local, complaint = read(opt)
+        opt._outcomes.poll()
+        complaint = complaint or opt._scale.exhausted(opt._outcomes.exhausted)
         bits = message_bits(opt, local.bits)
         while True:
             mine = message(opt, action, complaint, detail)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 # Note [Backward never blocks for good]
 # Inside backward this rank must not insist on an answer: another rank may have no backward here
@@ -24,6 +25,8 @@ from torch import Tensor
 # not depend on when: each round is summed by itself and added in order.
 
 PATIENCE_S = 0.25
+# Which Rounds watch a parameter; weak on both sides, and looked at only to find a predecessor.
+WATCHERS = WeakTensorKeyDictionary()
 
 
 class Waitable(Protocol):
@@ -44,18 +47,28 @@ class Rounds:
         self._waits_for: Waitable | None = None
         self._task = -1  # graph task whose end is already being watched
         self.deferred = False  # inside no_sync()
+        self.superseded = False
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._handles: list[Any] = []
         weakref.finalize(self, remove_all, self._handles)
         self.watch(params)
 
     def watch(self, params: list[Tensor]) -> None:
-        """Add hooks, also on parameters that are frozen now and may train later."""
+        """Add hooks, also on parameters that are frozen now and may train later.
+
+        A gradient can be taken by one optimizer only: the newest over a parameter supersedes the
+        others, which say so when they are next used.
+        """
         me = weakref.ref(self)
+        for p in params:
+            predecessor = WATCHERS[p]() if p in WATCHERS else None
+            if predecessor is not None:
+                predecessor.superseded = True
+            WATCHERS[p] = me
 
         def hook(_: Tensor) -> None:
             rounds = me()
-            if rounds is not None:
+            if rounds is not None and not rounds.superseded:
                 rounds._on_gradient()
 
         for p in params:

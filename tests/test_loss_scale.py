@@ -1,0 +1,222 @@
+"""Loss scaling, overflow and torch's AMP loop: cases 20 to 23, agreed on all ranks."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from play import stages
+from scenario import Parameters
+from world import message_of, run_world
+
+import dynzero
+
+# The scale after each step, for overflows O and good steps: start 16, factor 2, minimum 2,
+# hysteresis 2, window 3. A growth gives the hysteresis back, a mere good step does not.
+PATTERN = "OOO...OOOOO"
+SCALES = [16, 8, 4, 4, 4, 8, 8, 4, 2, 2, 2]
+SCALE = dynzero.LossScale(init=16, minimum=2, hysteresis=2, window=3, on_minimum="continue")
+
+
+def model_ab() -> Parameters:
+    return Parameters(a=torch.ones(4), b=torch.ones(3))
+
+
+def factor(overflow: bool) -> float:
+    return float("inf") if overflow else 1.0
+
+
+def scales(rank: int, world: int, stage: int, scale: Any, pattern: str) -> dict[str, Any]:
+    """Only the last rank overflows, in `b`; other ranks' gradients are always fine."""
+    model = model_ab()
+    opt = dynzero.ZeroOptimizer(
+        model.named_parameters(), torch.optim.AdamW, lr=0.1, stage=stage, loss_scale=scale
+    )
+    seen: dict[str, Any] = {"scale": [], "overflow": [], "kept": True, "error": None}
+    for mark in pattern:
+        before = [p.detach().clone() for p in model.parameters()]
+        bad = mark == "O" and rank == world - 1
+        opt.backward((model.a * 2).sum() + (model.b * factor(bad)).sum())
+        try:
+            opt.step()
+        except RuntimeError as error:
+            seen["error"] = str(error)
+            break
+        opt.zero_grad()
+        same = all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+        seen["kept"] &= same == (mark == "O") and opt.last_step.stepped == (mark != "O")
+        seen["scale"].append(opt.loss_scale)
+        seen["overflow"].append(opt.last_step.overflow)
+    return seen | {"counters": opt.counters}
+
+
+@stages
+@pytest.mark.parametrize("world", [1, 2])
+def test_case_20_scale_at_its_minimum_and_hysteresis(world: int, stage: int) -> None:
+    for result in run_world(world, scales, stage, SCALE, PATTERN):
+        assert result["scale"] == SCALES
+        assert result["kept"], "a skipped step changes nothing, a good one does"
+        assert result["counters"] == {"taken": 3, "skipped": 8}
+        for mark, overflow in zip(PATTERN, result["overflow"], strict=True):
+            assert overflow == ([("b", world - 1, "inf")] if mark == "O" else None)
+
+
+@stages
+@pytest.mark.parametrize("world", [1, 2])
+def test_case_20_one_more_overflow_raises_everywhere(world: int, stage: int) -> None:
+    scale = dynzero.LossScale(init=4, minimum=2)
+    results = run_world(world, scales, stage, scale, "OOOO.")
+    assert len({result["error"] for result in results}) == 1
+    assert "minimum of 2" in results[0]["error"]
+    assert results[0]["scale"] == [2, 2]
+
+
+def bf16_overflow(rank: int, world: int, stage: int) -> dict[str, Any]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dynzero").addHandler(handler)
+    p = torch.nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+    opt = dynzero.ZeroOptimizer([("p", p)], torch.optim.SGD, lr=0.5, momentum=0.9, stage=stage)
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
+    for step in range(4):
+        opt.backward((p * (float("nan") if step in (1, 2) and rank == 0 else 1.0)).sum())
+        opt.step()
+        if opt.last_step.stepped:
+            scheduler.step()
+        opt.zero_grad()
+    opt.grad_norm()  # a call that meets the others: outcomes that have arrived are logged
+    logging.getLogger("dynzero").removeHandler(handler)
+    return {
+        "log": records,
+        "counters": opt.counters,
+        "lr": opt.param_groups[0]["lr"],
+        "p": p.detach(),
+    }
+
+
+@stages
+@pytest.mark.parametrize("world", [1, 2])
+def test_case_21_a_skipped_step_nobody_sees(world: int, stage: int) -> None:
+    expected = torch.nn.Parameter(torch.ones(5))
+    plain = torch.optim.SGD([expected], lr=0.5, momentum=0.9)
+    for lr in (0.5, 0.25):
+        plain.param_groups[0]["lr"] = lr
+        expected.grad = torch.ones(5)
+        plain.step()
+    for result in run_world(world, bf16_overflow, stage):
+        assert result["counters"] == {"taken": 2, "skipped": 2}
+        assert result["lr"] == 0.125
+        assert torch.equal(result["p"], expected.detach().bfloat16())
+        assert len(result["log"]) == 2
+        assert "iteration 1" in result["log"][0] and "nan in 'p' on rank 0" in result["log"][0]
+
+
+def grow_after_resume(rank: int, world: int, stage: int) -> list[float]:
+    model = model_ab()
+    made = []
+
+    def build() -> dynzero.ZeroOptimizer:
+        made.append(
+            dynzero.ZeroOptimizer(
+                model.named_parameters(), torch.optim.AdamW, lr=0.1, stage=stage,
+                loss_scale=dynzero.LossScale(init=8, window=3),
+            )
+        )  # fmt: skip
+        return made[-1]
+
+    opt = build()
+    scales = []
+    for step in range(4):
+        if rank == 0 or step % 2:  # the other rank has no backward in two of the steps
+            opt.backward(model.a.sum() + model.b.sum())
+        opt.step()
+        opt.zero_grad()
+        scales.append(opt.loss_scale)
+        if step == 1:
+            saved = opt.full_state_dict()
+            opt = build()
+            opt.load_state_dict(saved)
+    return scales
+
+
+@stages
+@pytest.mark.parametrize("world", [1, 2])
+def test_case_22_scaler_state_is_equal_and_saved(world: int, stage: int) -> None:
+    for result in run_world(world, grow_after_resume, stage):
+        assert result == [8, 8, 16, 16]
+
+
+def fp16_average(rank: int, world: int, stage: int, value: float) -> Any:
+    p = torch.nn.Parameter(torch.zeros(9, dtype=torch.float16))
+    opt = dynzero.ZeroOptimizer([p], torch.optim.SGD, lr=1.0, stage=stage)
+    p.grad = torch.full_like(p, value)
+    mean = opt.full_grad(p)
+    opt.step()
+    return mean, opt.last_step.overflow
+
+
+@stages
+@pytest.mark.parametrize("value", [40000.0, 60000.0, 6e-8])
+def test_case_23_averaging_in_fp16(stage: int, value: float) -> None:
+    exact = torch.full((9,), value, dtype=torch.float16).float()
+    for mean, overflow in run_world(4, fp16_average, stage, value):
+        assert overflow is None
+        assert torch.equal(mean, exact)
+
+
+def amp_loop(rank: int, world: int, stage: int) -> dict[str, Any]:
+    model = model_ab()
+    opt = dynzero.ZeroOptimizer(model.named_parameters(), torch.optim.SGD, lr=0.5, stage=stage)
+    scaler = dynzero.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    norms, scale = [], []
+    for step in range(4):
+        bad = step == 1 and rank == world - 1
+        loss = (model.a * (rank + 1)).sum() + (model.b * factor(bad)).sum()
+        scaler.scale(loss).backward()
+        scaler.unscale_(opt)
+        norms.append(float(opt.clip_grad_norm_(1.0)))
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        scale.append(scaler.get_scale())
+    return {"norms": norms, "scale": scale, "a": model.a.detach(), "b": model.b.detach()}
+
+
+@stages
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_grad_scaler_agrees_across_ranks(world: int, stage: int) -> None:
+    mean = (world + 1) / 2
+    norm = (4 * mean**2 + 3) ** 0.5
+    clip = min(1.0, 1.0 / (norm + 1e-6))
+    for result in run_world(world, amp_loop, stage):
+        assert result["scale"] == [8, 4, 4, 8]
+        assert [result["norms"][i] for i in (0, 2, 3)] == pytest.approx([norm] * 3, rel=1e-6)
+        assert result["a"].tolist() == pytest.approx([1 - 3 * 0.5 * mean * clip] * 4, rel=1e-5)
+        assert result["b"].tolist() == pytest.approx([1 - 3 * 0.5 * clip] * 3, rel=1e-5)
+
+
+def stock_scaler(rank: int, world: int, stage: int) -> str:
+    model = model_ab()
+    opt = dynzero.ZeroOptimizer(model.named_parameters(), torch.optim.SGD, lr=0.5, stage=stage)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model.a.sum()).backward()
+    return message_of(RuntimeError, scaler.step, opt)
+
+
+@stages
+def test_the_stock_grad_scaler_is_refused(stage: int) -> None:
+    for message in run_world(2, stock_scaler, stage):
+        assert "dynzero.GradScaler" in message
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("init", 0.5), ("growth", 0.5), ("backoff", 0.0), ("window", 0), ("hysteresis", 0),
+     ("minimum", 0.0), ("on_minimum", "stop")],
+)  # fmt: skip
+def test_loss_scale_refuses_bad_options(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=field):
+        dynzero.LossScale(**{field: value})
