@@ -24,6 +24,12 @@ def checked_order(p: float) -> float:
     return float(p)
 
 
+def checked_limit(max_norm: float) -> float:
+    if not float(max_norm) >= 0:
+        raise ValueError(f"max_norm: expected a number of at least 0, got {max_norm}")
+    return float(max_norm)
+
+
 def sums_in_place(opt: ZeroOptimizer, grads: Gradients) -> tuple[Tensor, Tensor]:
     """One process: sum of squares and flags of each `p.grad`, read where it lies."""
     size, device = opt._layout.size, opt._device

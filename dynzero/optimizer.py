@@ -270,7 +270,7 @@ class ZeroOptimizer(Optimizer):
         Returns the norm before clipping, float32 0-dim on the device. Collective. Source:
         torch.nn.utils.clip_grad_norm_, applied to the averaged, unscaled gradients.
         """
-        detail = (float(max_norm), norms.checked_order(norm_type))
+        detail = (norms.checked_limit(max_norm), norms.checked_order(norm_type))
         local, agreed = presence.agree(self, Action.CLIP, detail)
         return norms.clip(self, reduction.reduce(self, local, agreed), *detail)
 

@@ -143,6 +143,10 @@ def test_packs_of_a_tile_are_loaded_together(disassembled: list[Kernel]) -> None
         if kernel.stem not in {"pack_grads", "check_shard"}:
             continue
         lines = kernel.sass.splitlines()
-        wide = [i for i, line in enumerate(lines) if re.search(r"LDG\.E\.(NA\.)?(64|128)\.CONSTANT", line)]
+        wide = [
+            i
+            for i, line in enumerate(lines)
+            if re.search(r"LDG\.E\.(NA\.)?(64|128)\.CONSTANT", line)
+        ]
         between = "\n".join(lines[wide[0] : wide[3] + 1])
         assert not re.search(r"\b(BRA|CALL|FFMA|DFMA|STG)\b", between), f"{kernel.name}:\n{between}"
