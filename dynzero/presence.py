@@ -6,6 +6,7 @@ optimizer, whose state they read; nothing here touches gradients on the device.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +82,8 @@ def read(opt: ZeroOptimizer) -> tuple[Local, Exception | None]:
             "another stage 2 optimizer has been built over parameters of this one and receives "
             "their gradients; use that one, or build each over parameters of its own"
         )
+    if complaint is None:
+        complaint = replaced(opt)
     if complaint is None and not opt._may_zero:
         for g, group in enumerate(opt.param_groups):
             if group["absent"] != "skip":
@@ -89,6 +92,20 @@ def read(opt: ZeroOptimizer) -> tuple[Local, Exception | None]:
                     f"{group['absent']!r}; set it when the optimizer is built"
                 )
     return local, complaint
+
+
+def replaced(opt: ZeroOptimizer) -> ValueError | None:
+    """A complaint if somebody has put other parameter objects into `param_groups`."""
+    now = [p for group in opt.param_groups for p in group["params"]]
+    if len(now) == len(opt._params) and all(map(operator.is_, now, opt._params)):
+        return None
+    pairs = zip(now, opt._params, strict=False)
+    i = next((i for i, (p, q) in enumerate(pairs) if p is not q), min(len(now), opt._layout.size))
+    name = opt._names[i] if i < opt._layout.size else "one more"
+    return ValueError(
+        f"parameter '{name}' in param_groups is not the object that it was; expected the parameters "
+        "given at construction: use add_param_group, or build a new optimizer"
+    )
 
 
 def agree(
