@@ -103,7 +103,7 @@ def replaced(opt: ZeroOptimizer) -> ValueError | None:
     i = next((i for i, (p, q) in enumerate(pairs) if p is not q), min(len(now), opt._layout.size))
     name = opt._names[i] if i < opt._layout.size else "one more"
     return ValueError(
-        f"parameter '{name}' in param_groups is not the object that it was; expected the parameters "
+        f"parameter '{name}' in param_groups is not the object that it was; expected those "
         "given at construction: use add_param_group, or build a new optimizer"
     )
 
