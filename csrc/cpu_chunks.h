@@ -69,6 +69,20 @@ const Acc* widened(const T* from, int64_t n, Acc* scratch) {
   }
 }
 
+// Asks for the block after the next. Work goes block by block, reads and writes in turn: this keeps
+// reads under way while a block is written. Addresses beyond the end do no harm.
+template <typename T>
+void prefetch_ahead(const T* block) {
+#if defined(__SSE2__)
+  const char* ahead = reinterpret_cast<const char*>(block + 2 * kBlock);
+  for (int64_t at = 0; at < kBlock * int64_t{sizeof(T)}; at += 64) {
+    _mm_prefetch(ahead + at, _MM_HINT_T0);
+  }
+#else
+  (void)block;
+#endif
+}
+
 inline void copy_bytes(void* to, const void* from, int64_t bytes, bool stream) {
 #if defined(__SSE2__)
   if (stream && reinterpret_cast<uintptr_t>(to) % sizeof(__m128i) == 0) {

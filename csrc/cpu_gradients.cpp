@@ -8,8 +8,7 @@
 namespace dynzero {
 namespace {
 
-// Squares of the elements of one chunk. A float's square is finite in double exactly when the float
-// is, so the sum also tells whether a closer look for inf and NaN is needed.
+// Squares of the elements of one chunk.
 class ChunkSum {
  public:
   template <typename Acc>
@@ -27,28 +26,40 @@ class ChunkSum {
   double lanes_[kLanes] = {};
 };
 
-template <typename T>
-int32_t scan_bits(const T* x, int64_t n) {
-  using Acc = Accumulator<T>;
+// A closer look at values whose sum of squares is not finite.
+struct Scan {
   int32_t bits = 0;
-  Acc scratch[kBlock];
-  for (int64_t i = 0; i < n; i += kBlock) {
-    const int64_t count = std::min(kBlock, n - i);
-    const Acc* values = widened(x + i, count, scratch);
-    for (int64_t j = 0; j < count; ++j) bits |= nonfinite_bits(values[j]);
-  }
-  return bits;
-}
+  double squares = 0;
 
-// Ends a chunk; scan() gives the bits of all its elements.
-template <typename Scan>
-void publish(const ChunkSum& sum, double* partial, int32_t* flags, const Scan& scan) {
-  const double total = sum.total();
-  if (partial != nullptr) *partial = total;
-  if (total - total == 0) return;
-  const int32_t bits = scan();
+  template <typename T>
+  void take(const T* x, int64_t n) {
+    Accumulator<T> scratch[kBlock];
+    for (int64_t i = 0; i < n; i += kBlock) {
+      const int64_t count = std::min(kBlock, n - i);
+      const Accumulator<T>* values = widened(x + i, count, scratch);
+      for (int64_t j = 0; j < count; ++j) {
+        bits |= nonfinite_bits(values[j]);
+        squares += static_cast<double>(values[j]) * static_cast<double>(values[j]);
+      }
+    }
+  }
+};
+
+// Ends a chunk. A sum of squares is finite only if every value is, so one test covers them all;
+// only if it fails does look(Scan&) go through the values one by one.
+template <typename Look>
+void publish(const ChunkSum& sum, double* partial, int32_t* flags, int shift, const Look& look) {
+  double total = sum.total();
+  if (total - total != 0) {
+    Scan scan;
+    look(scan);
+    total = scan.squares;
+    if (scan.bits != 0) {
 #pragma omp atomic
-  *flags |= bits;
+      *flags |= scan.bits << shift;
+    }
+  }
+  if (partial != nullptr) *partial = total;
 }
 
 // Casts `n` gradients into their slot and adds up the squares of what the slot now holds.
@@ -59,6 +70,7 @@ void cast_slot(const Grad* grad, int64_t n, Wire* slot, bool stream, ChunkSum& s
   Wire narrowed[kBlock];
   for (int64_t i = 0; i < n; i += kBlock) {
     const int64_t count = std::min(kBlock, n - i);
+    prefetch_ahead(grad + i);
     const Acc* values = widened(grad + i, count, scratch);
     const void* wire = values;
     if constexpr (std::is_same_v<Grad, Wire>) {
@@ -90,12 +102,9 @@ void pack_chunk(const PackGrads& args, int64_t index, bool stream) {
   });
   finish_stream(stream);
   double* partial = args.partials == nullptr ? nullptr : args.partials + index;
-  publish(sum, partial, args.nonfinite + row.param, [&] {
-    int32_t bits = 0;
-    for_pieces(row, args.stride, begin, end, [&](int64_t, int64_t place, int64_t count) {
-      bits |= scan_bits(bucket + place, count);
-    });
-    return bits;
+  publish(sum, partial, args.nonfinite + row.param, 0, [&](Scan& scan) {
+    for_pieces(row, args.stride, begin, end,
+               [&](int64_t, int64_t place, int64_t count) { scan.take(bucket + place, count); });
   });
 }
 
@@ -116,6 +125,7 @@ void add_slots(const std::vector<const Wire*>& slots, int64_t at, int64_t n, Acc
   Acc scratch[kBlock];
   const Acc* total = nullptr;
   for (const Wire* slot : slots) {
+    prefetch_ahead(slot + at);
     if (total == nullptr) {
       total = widened(slot + at, n, sum);
       continue;
@@ -149,8 +159,8 @@ void reduce_chunk(const ReduceShard& args, int64_t index, std::vector<const Wire
     if (accumulate) add(shard + at, total, count, shard + at);
     sum.take(shard + at, count);
   }
-  publish(sum, args.partials + index, args.nonfinite + row.param,
-          [&] { return scan_bits(shard + begin, end - begin) << kSumShift; });
+  publish(sum, args.partials + index, args.nonfinite + row.param, kSumShift,
+          [&](Scan& scan) { scan.take(shard + begin, end - begin); });
 }
 
 template <typename Grad>
@@ -165,11 +175,12 @@ void check_chunk(const CheckShard& args, int64_t index) {
   if (grad != nullptr) {
     for (int64_t at = begin; at < end; at += kBlock) {
       const int64_t count = std::min(kBlock, end - at);
+      prefetch_ahead(grad + at);
       sum.take(widened(grad + at, count, scratch), count);
     }
   }
-  publish(sum, args.partials + index, args.nonfinite + row.param,
-          [&] { return scan_bits(grad + begin, end - begin); });
+  publish(sum, args.partials + index, args.nonfinite + row.param, 0,
+          [&](Scan& scan) { scan.take(grad + begin, end - begin); });
 }
 
 }  // namespace

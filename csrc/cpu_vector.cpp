@@ -6,6 +6,8 @@
 // One copy per instruction set, chosen when the library is loaded. Results are the same in all of
 // them: the build forbids the compiler to fuse multiplications and additions.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#include <immintrin.h>
+#define DYNZERO_X86
 #define DYNZERO_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
 #else
 #define DYNZERO_CLONES
@@ -59,16 +61,62 @@ DYNZERO_HD void from_float(float x, Half& to) {
   to.bits = static_cast<uint16_t>(sign | (magnitude >= 0x47800000u ? large : finite));
 }
 
+#if defined(DYNZERO_X86)
+// Instructions for half precision, which no loop compiles to. Same values as the functions above.
+#define DYNZERO_F16C __attribute__((target("avx2,f16c")))
+
+const bool has_f16c = [] {
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+}();
+
+DYNZERO_F16C int64_t widen_whole(const Half* from, int64_t n, float* to) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
+    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(half));
+  }
+  return i;
+}
+
+DYNZERO_F16C int64_t narrow_whole(const float* from, int64_t n, Half* to) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    const __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), half);
+  }
+  return i;
+}
+#endif
+
 }  // namespace
 
 template <typename T, typename Acc>
-DYNZERO_CLONES void widen(const T* __restrict from, int64_t n, Acc* __restrict to) {
+DYNZERO_CLONES void widen_each(const T* __restrict from, int64_t n, Acc* __restrict to) {
   for (int64_t i = 0; i < n; ++i) to[i] = to_float(from[i]);
 }
 
 template <typename T>
-DYNZERO_CLONES void narrow(const float* __restrict from, int64_t n, T* __restrict to) {
+DYNZERO_CLONES void narrow_each(const float* __restrict from, int64_t n, T* __restrict to) {
   for (int64_t i = 0; i < n; ++i) from_float(from[i], to[i]);
+}
+
+template <typename T, typename Acc>
+void widen(const T* from, int64_t n, Acc* to) {
+  int64_t done = 0;
+#if defined(DYNZERO_X86)
+  if constexpr (std::is_same_v<T, Half>) done = has_f16c ? widen_whole(from, n, to) : 0;
+#endif
+  widen_each(from + done, n - done, to + done);
+}
+
+template <typename T>
+void narrow(const float* from, int64_t n, T* to) {
+  int64_t done = 0;
+#if defined(DYNZERO_X86)
+  if constexpr (std::is_same_v<T, Half>) done = has_f16c ? narrow_whole(from, n, to) : 0;
+#endif
+  narrow_each(from + done, n - done, to + done);
 }
 
 template <typename Acc>
@@ -82,26 +130,33 @@ DYNZERO_CLONES void add_squares(const Acc* __restrict x, int64_t n, double* __re
   double sum[kLanes];
   for (int j = 0; j < kLanes; ++j) sum[j] = lanes[j];
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
+  for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
     for (int j = 0; j < kLanes; ++j) {
-      const double value = x[i + j];
-      sum[j] += value * value;
+      const Acc a = x[i + j], b = x[i + j + kLanes];
+      const Acc c = x[i + j + 2 * kLanes], d = x[i + j + 3 * kLanes];
+      sum[j] += (a * a + b * b) + (c * c + d * d);
     }
   }
-  for (int j = 0; i + j < n; ++j) {
-    const double value = x[i + j];
-    sum[j] += value * value;
-  }
+  for (; i < n; ++i) sum[i % kLanes] += x[i] * x[i];
   for (int j = 0; j < kLanes; ++j) lanes[j] = sum[j];
 }
 
 template <typename T>
-DYNZERO_CLONES void adopt_values(const T* __restrict param, int64_t n, float* __restrict master) {
+DYNZERO_CLONES void replace_where_other(const T* __restrict rounded, const T* __restrict param,
+                                        const float* __restrict wide, int64_t n,
+                                        float* __restrict master) {
   for (int64_t i = 0; i < n; ++i) {
-    T rounded;
-    from_float(master[i], rounded);
-    master[i] = rounded.bits == param[i].bits ? master[i] : to_float(param[i]);
+    master[i] = rounded[i].bits == param[i].bits ? master[i] : wide[i];
   }
+}
+
+template <typename T>
+void adopt_values(const T* param, int64_t n, float* master) {
+  T rounded[kBlock];
+  float wide[kBlock];
+  narrow(master, n, rounded);
+  widen(param, n, wide);
+  replace_where_other(rounded, param, wide, n, master);
 }
 
 template <typename Acc>

@@ -35,11 +35,13 @@ void narrow(const float* from, int64_t n, T* to);  // rounds to nearest even
 // `sum` may be `x` or `y`.
 template <typename Acc>
 void add(const Acc* x, const Acc* y, int64_t n, Acc* sum);
-// lanes[i % kLanes] += x[i]^2, in double: squares of floats are exact and cannot overflow.
+// Adds the squares of x, four at a time in Acc and from there in double, so the sum may be infinite
+// for finite x.
 template <typename Acc>
 void add_squares(const Acc* x, int64_t n, double* lanes);
 
-// Where a master does not round to the parameter's value, the parameter's value replaces it.
+// n is at most kBlock. Where a master does not round to the parameter's value, the parameter's
+// value replaces it.
 template <typename T>
 void adopt_values(const T* param, int64_t n, float* master);
 

@@ -22,21 +22,23 @@ class ParamScan {
   //   grad_ptrs   int64 [P]             address of .grad; 0 where absent, odd or empty
   //   param_ptrs  int64 [P]             address of the parameter; 0 where it is empty
   //   present     uint8 [ceil(P / 8)]   little-endian bits: .grad is set
-  // Returns (odd, changed). odd: parameters whose gradient the kernels cannot read in place, as it
-  // is not strided, or differs from the parameter in dtype, device, sizes or memory order, or the
-  // parameter has gaps or overlaps. changed: parameters that are not as remembered.
+  // Returns (odd, changed). changed: parameters that are not as remembered. odd: parameters with a
+  // gradient that the kernels cannot read in place, as it is not strided, or is not like the
+  // remembered parameter, or that has gaps or overlaps.
   std::pair<Indices, Indices> read(const at::Tensor& grad_ptrs, const at::Tensor& param_ptrs,
                                    const at::Tensor& present) const;
 
  private:
   struct Remembered {
-    at::ScalarType dtype;
+    caffe2::TypeMeta dtype;
     at::Device device;
-    int64_t first;  // of its sizes, then strides, in layouts_
+    bool dense;  // without gaps and overlaps
     int64_t dim;
+    int64_t first;  // of its sizes, then strides, in layouts_
   };
 
-  bool as_remembered(const Remembered& remembered, const at::Tensor& param) const;
+  // Same dtype, device, sizes and memory order.
+  bool is_like(const Remembered& remembered, const at::TensorImpl* impl) const;
 
   pybind11::list params_;
   std::vector<Remembered> remembered_;

@@ -1,4 +1,7 @@
-"""The device fixture: every op test runs on the CPU, and on CUDA where GPU and build allow."""
+"""For every test: the same random numbers each time, and the device fixture.
+
+Op tests run on the CPU, and on CUDA where GPU and build allow.
+"""
 
 import pytest
 import torch
@@ -19,3 +22,8 @@ def devices() -> list:
 @pytest.fixture(params=devices())
 def device(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
