@@ -1,13 +1,12 @@
 // The CUDA side of every op: device guard, current stream, tensors -> raw addresses, one launch,
 // whose error is checked. Arguments were checked by ops.cpp.
-#include "ops.h"
-
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/Exception.h>
 
 #include "launch.h"
+#include "ops.h"
 
 namespace dynzero {
 namespace {
