@@ -115,6 +115,9 @@ def test_case_04_every_presence_mask(device: str, dtype: torch.dtype, stage: int
             if name not in used:
                 assert_same_bits(p.detach().cpu(), before[name], f"{mask} absent {name}")
         opt.zero_grad()
+    # The step in which nothing was active counts as a call, but as no step.
+    assert opt.last_step.iteration == 31
+    assert opt.counters == {"taken": 31, "skipped": 0}
 
 
 class HalfUsed(nn.Module):
