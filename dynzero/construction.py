@@ -172,6 +172,22 @@ def choose_spec(opt: ZeroOptimizer) -> FusedSpec | None:
     return spec
 
 
+def follow_options(opt: ZeroOptimizer) -> ValueError | None:
+    """Options may change between steps: keep state for them, or complain if no kernel has them."""
+    if opt._spec is None:
+        return None
+    spec, reason = fused_spec(opt._class, opt.param_groups)
+    if spec is None:
+        return ValueError(
+            f"{reason}, and was off at construction; build the optimizer with it, or fused=False"
+        )
+    if len(spec.keys) > len(opt._spec.keys):
+        assert isinstance(opt._shard, FusedShard)
+        opt._spec = spec
+        opt._shard.respec(spec)
+    return None
+
+
 def build_shard(opt: ZeroOptimizer) -> Shard:
     whole = opt._control.world == 1 or opt._options.stage == 0
     if opt._spec is not None:
@@ -246,6 +262,18 @@ def hyperparameters(groups: list[dict[str, Any]]) -> list[list[tuple[str, Any]]]
 
 def number(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else value
+
+
+def adopt_options(opt: ZeroOptimizer, source: int, adopt: bool) -> None:
+    """Collective: ranks that `adopt` take the groups' options of rank `source`."""
+    mine = [
+        {k: number(v) for k, v in group.items() if k not in ("params", "param_names")}
+        for group in opt.param_groups
+    ]
+    theirs = opt._control.gather_objects(mine)[source]
+    if adopt:
+        for group, options in zip(opt.param_groups, theirs, strict=True):
+            group.update(options)
 
 
 def fingerprint(thing: Any) -> int:

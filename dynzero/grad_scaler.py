@@ -29,6 +29,13 @@ class GradScaler(torch.amp.GradScaler):
             raise ValueError(
                 "loss_scale: expected None with a GradScaler, the loss is scaled twice"
             )
+        narrow = [p for p in optimizer._params if p.dtype == torch.float16]
+        if narrow and optimizer._rounds is None:
+            # As torch: dividing by the scale in float16 loses what the scale has saved.
+            raise ValueError(
+                "Attempting to unscale FP16 gradients: build the optimizer with "
+                "loss_scale='dynamic' instead, which unscales in float32"
+            )
         self._check_scale_growth_tracker("unscale_")
         state: dict[str, Any] = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is not OptState.READY:

@@ -87,10 +87,18 @@ def clip(opt: ZeroOptimizer, grads: Gradients | None, max_norm: float, p: float)
         for buffer in opt._window.buffers:
             buffer.mul_(factor)
         opt._window.sumsq.mul_(factor.double().square())
-    for param in opt._params:
-        if param.grad is not None:
-            param.grad.mul_(factor.to(param.grad.device))
+    for values in local_values(opt):
+        values.mul_(factor)
     return norm
+
+
+def local_values(opt: ZeroOptimizer) -> list[Tensor]:
+    """What `p.grad` holds: the tensors themselves, of sparse ones the values, each place once."""
+    for p in opt._params:
+        if p.grad is not None and p.grad.is_sparse:
+            p.grad = p.grad.coalesce()
+    grads = [p.grad for p in opt._params if p.grad is not None]
+    return [grad._values() if grad.is_sparse else grad for grad in grads]
 
 
 def full_grad(opt: ZeroOptimizer, local: Local, agreed: Agreed, index: int) -> Tensor | None:
@@ -114,7 +122,7 @@ def unscale(opt: ZeroOptimizer, local: Local, agreed: Agreed, inverse: Tensor) -
     on a rank that has joined and takes the others'.
     """
     found = torch.zeros((), device=opt._device)
-    grads = [p.grad for p in opt._params if p.grad is not None]
+    grads = local_values(opt)
     if opt._rounds is not None:
         reduction.reduce(opt, local, agreed)
         grads = opt._window.buffers

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from . import construction, norms, reduction
+from . import construction, norms, reduction, state
 from .plan import bit_mask
 from .reduced import Local
 from .rounds import Waitable
 from .transports.control import Action, Agreed, Message, first_difference
-from .window import run
+from .window import Window, run
 
 if TYPE_CHECKING:
     from .optimizer import ZeroOptimizer
@@ -83,7 +83,7 @@ def read(opt: ZeroOptimizer) -> tuple[Local, Exception | None]:
             "their gradients; use that one, or build each over parameters of its own"
         )
     if complaint is None:
-        complaint = replaced(opt)
+        complaint = replaced(opt) or construction.follow_options(opt)
     if complaint is None and not opt._may_zero:
         for g, group in enumerate(opt.param_groups):
             if group["absent"] != "skip":
@@ -136,9 +136,13 @@ def judge(opt: ZeroOptimizer, agreed: Agreed, complaint: Exception | None) -> No
     difference = first_difference(agreed.messages, REDUCING)
     if difference is not None:
         raise RuntimeError(difference)
-    if len({m.fingerprint for m in agreed.messages}) > 1:
+    active = [r for r, m in enumerate(agreed.messages) if m.action is not Action.JOIN]
+    if len({agreed.messages[r].fingerprint for r in active}) > 1:
         lines = construction.hyperparameter_lines(opt.param_groups)
         construction.agree_on_setup(opt._control, lines)
+    elif active and len({m.fingerprint for m in agreed.messages}) > 1:
+        # A rank that has joined no longer runs its scheduler, but still updates its pieces.
+        construction.adopt_options(opt, active[0], opt._control.rank not in active)
 
 
 def take_part(opt: ZeroOptimizer, agreed: Agreed) -> None:
@@ -182,6 +186,9 @@ def shadow(opt: ZeroOptimizer) -> None:
         others = [m for m in agreed.messages if m.action is not Action.JOIN]
         if not others:
             return
+        if others[0].window != opt._window_number:  # they have discarded a window since
+            opt._window = Window(opt._layout, opt._device)
+            opt._window_number = others[0].window
         with torch.no_grad():
             follow(opt, local, agreed, others[0])
 
@@ -197,5 +204,7 @@ def follow(opt: ZeroOptimizer, local: Local, agreed: Agreed, other: Message) -> 
         norms.clip(opt, reduction.reduce(opt, local, agreed), *other.detail)
     elif other.action is Action.FULL_GRAD:
         norms.full_grad(opt, local, agreed, int(other.detail[0]))
+    elif other.action is Action.STATE:
+        state.gather_whole(opt, keep=False)
     elif other.action is Action.UNSCALE:
         norms.unscale(opt, local, agreed, torch.zeros(()))

@@ -138,6 +138,13 @@ class FusedShard(Shard):
             self._point(i)
         self._table_is_old = True
 
+    def respec(self, spec: FusedSpec) -> None:
+        """The options now need more state than before (SGD that got a momentum)."""
+        for key in spec.keys[len(self.spec.keys) :]:
+            self.state[key] = self.allocate(sorted(self.live))
+        self.spec = spec
+        self.relayout(self.layout)
+
     def create(self, new: list[int], groups: list[dict[str, Any]]) -> None:
         for key in self.spec.keys:
             self.state[key].update(self.allocate(new))

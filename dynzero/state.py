@@ -66,6 +66,18 @@ def shard_state_dict(opt: ZeroOptimizer, base: Callable[[], dict[str, Any]]) -> 
 def full_state_dict(opt: ZeroOptimizer, rank0_only: bool) -> dict[str, Any]:
     presence.agree(opt, Action.STATE)
     keep = not rank0_only or opt._control.rank == 0
+    state = gather_whole(opt, keep=keep, to_cpu=rank0_only)
+    if not keep:
+        return {}
+    packed = torch.optim.Optimizer.state_dict(opt)
+    groups = torch_groups(packed["param_groups"])
+    return {"state": state, "param_groups": groups, "dynzero": tag(opt, "full")}
+
+
+def gather_whole(
+    opt: ZeroOptimizer, *, keep: bool, to_cpu: bool = False
+) -> dict[int, dict[str, Any]]:
+    """Collective: the state of all parameters in their shapes, empty unless `keep`."""
     steps = opt._shard.steps.tolist()
     state: dict[int, dict[str, Any]] = {}
     for i in range(opt._layout.size):
@@ -74,14 +86,10 @@ def full_state_dict(opt: ZeroOptimizer, rank0_only: bool) -> dict[str, Any]:
             piece = isinstance(value, Tensor) and value.dim() > 0
             value = whole_tensor(opt, i, value) if piece else detached(value)
             if keep:
-                whole[key] = value.cpu() if rank0_only and piece else value
+                whole[key] = value.cpu() if to_cpu and piece else value
         if whole:
             state[i] = whole
-    if not keep:
-        return {}
-    packed = torch.optim.Optimizer.state_dict(opt)
-    groups = torch_groups(packed["param_groups"])
-    return {"state": state, "param_groups": groups, "dynzero": tag(opt, "full")}
+    return state
 
 
 def detached(value: Any) -> Any:
@@ -102,7 +110,7 @@ def whole_tensor(opt: ZeroOptimizer, i: int, piece: Tensor) -> Tensor:
 
 
 def load(opt: ZeroOptimizer, state_dict: dict[str, Any]) -> None:
-    presence.agree(opt, Action.STATE)
+    presence.agree(opt, Action.LOAD)
     error: Exception | None = None
     loaded: dict[int, tuple[dict[str, Any], Tensor | None]] = {}
     try:

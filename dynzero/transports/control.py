@@ -35,8 +35,9 @@ class Action(IntEnum):
     FULL_GRAD = 5
     JOIN = 6
     ADD_GROUP = 7
-    STATE = 8
+    STATE = 8  # full_state_dict()
     UNSCALE = 9
+    LOAD = 10
 
 
 SPOKEN = {
@@ -47,7 +48,8 @@ SPOKEN = {
     Action.FULL_GRAD: "full_grad()",
     Action.JOIN: "the end of join()",
     Action.ADD_GROUP: "add_param_group()",
-    Action.STATE: "saving or loading state",
+    Action.STATE: "full_state_dict()",
+    Action.LOAD: "load_state_dict()",
     Action.UNSCALE: "GradScaler.unscale_()",
 }
 
@@ -207,11 +209,17 @@ def first_difference(messages: Sequence[Message], waiting: Sequence[Action]) -> 
 
     Ranks at `waiting` actions may meet ranks at ROUND; ranks at JOIN may meet anybody.
     """
-    base = messages[0]
-    for rank, m in enumerate(messages):
-        if (m.iteration, m.window, m.round) != (base.iteration, base.window, base.round):
-            return out_of_step(0, base, rank, m)
     active = [(r, m) for r, m in enumerate(messages) if m.action is not Action.JOIN]
+    base_rank, base = active[0] if active else (0, messages[0])
+    for rank, m in enumerate(messages):
+        joined = m.action is Action.JOIN
+        # A rank that has joined follows the others into a new window.
+        behind = joined and m.window < base.window and base.round == 0
+        same = m.window == base.window and m.round == base.round
+        if m.iteration != base.iteration or not (same or behind):
+            return out_of_step(base_rank, base, rank, m)
+        if joined and base.action in (Action.LOAD, Action.ADD_GROUP):
+            return out_of_step(base_rank, base, rank, m)
     for rank, m in active:
         first_rank, first = active[0]
         if m.action is not first.action and Action.ROUND not in (m.action, first.action):
