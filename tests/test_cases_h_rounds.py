@@ -1,0 +1,284 @@
+"""Cases 3, 11, 12 and 31 of the public reports: clearing, missing ranks, exceptions, leftovers."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import gc
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from play import stages
+from scenario import Parameters
+from torch import Tensor, nn
+from world import check_words, message_of, run_world
+
+import dynzero
+
+SHORT = datetime.timedelta(seconds=3)
+
+
+def two_params() -> Parameters:
+    return Parameters(a=torch.ones(5), b=torch.arange(1.0, 8.0))
+
+
+def adamw(model: nn.Module, **zero: Any) -> dynzero.ZeroOptimizer:
+    options = {"lr": 0.1, "weight_decay": 0.1, "fused": False}
+    params = model.named_parameters()
+    return dynzero.ZeroOptimizer(params, torch.optim.AdamW, **(options | zero))
+
+
+def sgd(model: nn.Module, **zero: Any) -> dynzero.ZeroOptimizer:
+    """lr 1 and gradients that are small integers: after a step the values say what was added."""
+    return dynzero.ZeroOptimizer(model.named_parameters(), torch.optim.SGD, lr=1.0, **zero)
+
+
+def values(model: nn.Module) -> list[float]:
+    """The first element of each parameter."""
+    return [float(p.detach()[0]) for p in model.parameters()]
+
+
+def fails(x: Tensor) -> Tensor:
+    """`x`, whose backward raises."""
+
+    def fail(_: Tensor) -> None:
+        raise ArithmeticError("backward failed here")
+
+    y = x * 1.0
+    y.register_hook(fail)
+    return y
+
+
+# Case 3: cleared to zero or to None.
+
+
+def cleared(optimizer: Any, model: Parameters, to_none: bool) -> list[Tensor]:
+    """b has a gradient in the first step only."""
+    for step in range(4):
+        loss = (model.a * (step + 1)).sum() + (model.b.sum() if step == 0 else 0.0)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=to_none)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def play_cleared(rank: int, world: int, stage: int, to_none: bool) -> list[Tensor]:
+    model = two_params()
+    return cleared(adamw(model, stage=stage), model, to_none)
+
+
+@stages
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_case_03_cleared_to_none_or_zero(world: int, stage: int, to_none: bool) -> None:
+    model = two_params()
+    plain = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    expected = cleared(plain, model, to_none)
+    for got in run_world(world, play_cleared, stage, to_none):
+        for ours, theirs in zip(got, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+# Case 11: a step without backward, a rank that stops calling, uneven data.
+
+
+def half_used(rank: int, world: int, stage: int) -> list[float]:
+    model = two_params()
+    opt = sgd(model, stage=stage)
+    if rank == 0:
+        opt.backward(2.0 * model.a.sum())
+    opt.step()
+    return values(model)
+
+
+@stages
+def test_case_11_step_without_backward_halves(stage: int) -> None:
+    assert run_world(2, half_used, stage) == [[0.0, 1.0]] * 2
+
+
+def last_rank_stops(rank: int, world: int, stage: int) -> tuple[str, float]:
+    model = two_params()
+    opt = sgd(model, stage=stage, process_group=dist.new_group(timeout=SHORT))
+    for step in range(3):
+        if rank == world - 1 and step == 2:
+            return "", 0.0
+        start = time.monotonic()
+        if step < 2:
+            opt.backward(model.a.sum())
+            opt.step()
+            opt.zero_grad()
+    return message_of(RuntimeError, opt.step), time.monotonic() - start
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("world", [2, 3])
+def test_case_11_a_rank_that_stops_is_named(world: int, stage: int) -> None:
+    for message, seconds in run_world(world, last_rank_stops, stage)[:-1]:
+        check_words(message, [f"rank(s) [{world - 1}]", "step()", "iteration 2", "join"])
+        assert seconds < 3 * SHORT.total_seconds()
+
+
+def uneven(rank: int, world: int, stage: int) -> tuple[list[float], list[float]]:
+    model = two_params()
+    opt = sgd(model, stage=stage)
+    norms = []
+    with opt.join():
+        for _ in range(1 + 2 * rank):
+            opt.backward(world * (rank + 1) * model.a.sum())
+            norms.append(float(opt.grad_norm()))
+            opt.step()
+            opt.zero_grad()
+    return values(model), norms
+
+
+@stages
+def test_case_11_join_with_uneven_data(stage: int) -> None:
+    """Rank r has 1 + 2 r batches with the averaged gradient r + 1."""
+    sums = [1 + 2 + 3, 2 + 3, 2 + 3, 3, 3]
+    for rank, (got, norms) in enumerate(run_world(3, uneven, stage)):
+        assert got == [1.0 - sum(sums), 1.0]
+        expected = [total * 5**0.5 for total in sums[: 1 + 2 * rank]]
+        assert norms == pytest.approx(expected, rel=1e-6)
+
+
+# Case 12: an exception in one rank's backward.
+
+
+def one_raises(rank: int, world: int, stage: int, micros: int) -> dict[str, Any]:
+    """In iteration 1, rank 0 raises in its last backward; whoever gets an error clears."""
+    model = two_params()
+    opt = sgd(model, stage=stage)
+    seen, errors = [values(model)], []
+    for step in range(4):
+        try:
+            for micro in range(micros):
+                last = step == 1 and rank == 0 and micro == micros - 1
+                a = fails(model.a) if last else model.a
+                opt.backward(2.0 * a.sum() + 2.0 * model.b.sum())
+        except ArithmeticError:
+            opt.zero_grad()
+        except RuntimeError as error:
+            errors.append(str(error))
+            opt.zero_grad()
+            continue
+        try:
+            opt.step()
+        except RuntimeError as error:
+            errors.append(str(error))
+        opt.zero_grad()
+        seen.append(values(model))
+    return {"seen": seen, "errors": errors}
+
+
+@stages
+@pytest.mark.parametrize("micros", [1, 2])
+def test_case_12_one_rank_raises_in_backward(stage: int, micros: int) -> None:
+    first, second = run_world(2, one_raises, stage, micros)
+    assert first["seen"][-1] == second["seen"][-1]
+    assert len(first["errors"]) == len(second["errors"])
+    for ours, theirs in zip(first["errors"], second["errors"], strict=True):
+        assert ours == theirs
+        check_words(ours, ["out of step", "rank 0", "rank 1"])
+    whole, half = 2.0 * micros, 1.0 * micros  # half: all of rank 1, nothing of rank 0
+    steps = [a[0] - b[0] for a, b in zip(first["seen"], first["seen"][1:], strict=False)]
+    assert set(steps) <= {whole, half, 0.0}, "never a part of rank 0's discarded window"
+    for a, b in first["seen"] + second["seen"]:
+        assert a == b, "a and b get the same gradient, so a difference is half a backward"
+
+
+# Backward calls that differ, norms in the middle, several optimizers.
+
+
+def unequal(rank: int, world: int, stage: int, ask: str) -> tuple[list[float], list[float]]:
+    """Rank 0 has one backward, rank 1 three (the second local), rank 2 none."""
+    model = two_params()
+    opt = sgd(model, stage=stage)
+    for micro in range((1, 3, 0)[rank]):
+        with opt.no_sync() if micro == 1 else contextlib.nullcontext():
+            opt.backward(world * (micro + 1.0) * (model.a if rank else model.b).sum())
+    asked = []
+    if ask == "grad_norm":
+        asked = [float(opt.grad_norm()), float(opt.grad_norm(float("inf")))]
+    elif ask == "clip":
+        asked = [float(opt.clip_grad_norm_(1e6))]
+    elif ask == "full_grad":
+        grads = [opt.full_grad(p) for p in model.parameters()]
+        asked = [float(grad[0]) for grad in grads if grad is not None]
+    opt.step()
+    return values(model), asked
+
+
+@stages
+@pytest.mark.parametrize("ask", ["", "grad_norm", "clip", "full_grad"])
+def test_unequal_numbers_of_backward_calls(stage: int, ask: str) -> None:
+    norm = (5 * 6.0**2 + 7 * 1.0**2) ** 0.5
+    asked = {"": [], "grad_norm": [norm, 6.0], "clip": [norm], "full_grad": [6.0, 1.0]}[ask]
+    for got, answers in run_world(3, unequal, stage, ask):
+        assert got == [1.0 - 6.0, 1.0 - 1.0]
+        assert answers == pytest.approx(asked, rel=1e-6)
+
+
+def two_optimizers(rank: int, world: int, stage: int, order: str) -> list[float]:
+    """One loss over both; the last rank has no backward in step 1. A user collective between."""
+    left, right = two_params(), two_params()
+    opts = {"l": sgd(left, stage=stage), "r": sgd(right, stage=stage)}
+    for step in range(2):
+        loss = world * (left.a.sum() + 2.0 * right.b.sum())
+        if step == 0 or rank != world - 1:
+            loss.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        for which in order:
+            opts[which].step()
+            opts[which].zero_grad()
+    return [values(left)[0], values(right)[1]]
+
+
+@stages
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("order", ["lr", "rl"])
+def test_two_optimizers_and_a_collective_between(world: int, stage: int, order: str) -> None:
+    steps = world + (world - 1)
+    expected = [1.0 - steps, 1.0 - 2.0 * steps]
+    assert run_world(world, two_optimizers, stage, order) == [expected] * world
+
+
+# Case 31: nothing is left.
+
+
+def live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+
+def leftovers(rank: int, world: int, stage: int) -> tuple[list[int], list[bool]]:
+    """30 steps with changing active sets and an overflow every fifth; then the end."""
+    model = two_params()
+    opt = adamw(model, stage=stage, loss_scale="dynamic", fused=None)
+    counts = []
+    for step in range(40):
+        used = [model.a, model.b][: 1 + step % 2] if (step + rank) % 3 else []
+        if used:
+            factor = float("inf") if step % 5 == 0 else 1.0
+            opt.backward(sum(p.sum() for p in used) * factor)
+        opt.step()
+        opt.zero_grad()
+        if step % 30 == 9:  # 30 steps are whole rounds of all the patterns
+            counts.append(live_tensors())
+    watches = [weakref.ref(opt), weakref.ref(opt._window), weakref.ref(opt._shard)]
+    del opt
+    gc.collect()
+    (model.a.sum() + model.b.sum()).backward()
+    return counts, [watch() is None for watch in watches]
+
+
+@stages
+@pytest.mark.parametrize("world", [1, 2])
+def test_case_31_nothing_is_left(world: int, stage: int) -> None:
+    for (early, late), gone in run_world(world, leftovers, stage):
+        assert late <= early
+        assert gone == [True] * 3
