@@ -181,6 +181,11 @@ def follow_options(opt: ZeroOptimizer) -> ValueError | None:
         return ValueError(
             f"{reason}, and was off at construction; build the optimizer with it, or fused=False"
         )
+    try:
+        for group in opt.param_groups:
+            spec.row(group)
+    except (TypeError, ValueError, KeyError) as cause:
+        return ValueError(f"options of a parameter group: {cause!r}; see param_groups")
     if len(spec.keys) > len(opt._spec.keys):
         assert isinstance(opt._shard, FusedShard)
         opt._spec = spec
@@ -273,7 +278,11 @@ def adopt_options(opt: ZeroOptimizer, source: int, adopt: bool) -> None:
     theirs = opt._control.gather_objects(mine)[source]
     if adopt:
         for group, options in zip(opt.param_groups, theirs, strict=True):
-            group.update(options)
+            for key, value in options.items():
+                if isinstance(group.get(key), Tensor) and isinstance(value, (int, float)):
+                    group[key].fill_(value)  # the user may hold it
+                else:
+                    group[key] = value
 
 
 def fingerprint(thing: Any) -> int:
@@ -292,7 +301,8 @@ def agree_on_setup(control: Control, lines: list[str]) -> None:
             other = theirs[k] if k < len(theirs) else "nothing more"
             if first != other:
                 raise ValueError(
-                    f"ranks differ: rank 0 has {first}; rank {rank} has {other}. Build the same "
+                    f"ranks differ: rank {control.ranks[0]} has {first}; rank "
+                    f"{control.ranks[rank]} has {other}. Build the same "
                     "optimizer over the same parameters on every rank"
                 )
 
@@ -319,7 +329,7 @@ def sync_params(
     error = None
     if unequal:
         error = ValueError(
-            f"parameters differ from rank 0's: {', '.join(unequal[:5])}"
+            f"parameters differ from rank {control.ranks[0]}'s: {', '.join(unequal[:5])}"
             f"{' and more' if len(unequal) > 5 else ''}; load the same weights, or pass "
             "sync_params=True"
         )

@@ -83,6 +83,9 @@ def clip(opt: ZeroOptimizer, grads: Gradients | None, max_norm: float, p: float)
     """Multiply the window's gradients, wherever they are now, by the clip factor."""
     norm = total(opt, grads, p)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    if opt._options.check_finite:
+        # step() will skip this window: leave the offender alone, so that it can be named.
+        factor = torch.where(torch.isfinite(norm), factor, 1.0)
     if opt._rounds is not None:
         for buffer in opt._window.buffers:
             buffer.mul_(factor)

@@ -24,10 +24,6 @@ from .shard import upload
 from .transports.control import Action, Agreed, Control
 from .window import Window
 
-PLAN_CACHE = 256
-# Ranks at these calls take part in the others' backward rounds until all have arrived.
-REDUCING = (Action.STEP, Action.GRAD_NORM, Action.CLIP, Action.FULL_GRAD, Action.JOIN)
-
 
 class ZeroOptimizer(Optimizer):
     """A sharded (ZeRO) optimizer with exact torch.optim semantics, whatever each rank trains.

@@ -24,15 +24,6 @@ from .window import Window, run
 if TYPE_CHECKING:
     from .optimizer import ZeroOptimizer
 
-# Ranks at these calls take part in the others' backward rounds until all have arrived.
-REDUCING = (
-    Action.STEP,
-    Action.GRAD_NORM,
-    Action.CLIP,
-    Action.FULL_GRAD,
-    Action.JOIN,
-    Action.UNSCALE,
-)
 NO_DETAIL = (0.0, 0.0)
 
 
@@ -133,7 +124,7 @@ def judge(opt: ZeroOptimizer, agreed: Agreed, complaint: Exception | None) -> No
     """Raise, on every rank alike, what these messages show to be wrong."""
     if any(m.trouble for m in agreed.messages):
         opt._control.raise_together(complaint)
-    difference = first_difference(agreed.messages, REDUCING)
+    difference = first_difference(agreed.messages, opt._control.ranks)
     if difference is not None:
         raise RuntimeError(difference)
     active = [r for r, m in enumerate(agreed.messages) if m.action is not Action.JOIN]

@@ -6,6 +6,7 @@ round is queued. See Note [Backward never blocks for good].
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections import deque
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.utils.weak import WeakTensorKeyDictionary
 
 # Note [Backward never blocks for good]
@@ -25,6 +27,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 # not depend on when: each round is summed by itself and added in order.
 
 PATIENCE_S = 0.25
+# The frame from which autograd calls the backward of a torch.autograd.Function.
+FUNCTION_BACKWARD = BackwardCFunction.apply.__code__
 # Which Rounds watch a parameter; weak on both sides, and looked at only to find a predecessor.
 WATCHERS = WeakTensorKeyDictionary()
 
@@ -80,7 +84,7 @@ class Rounds:
 
     def _on_gradient(self) -> None:
         task = torch._C._current_graph_task_id()
-        if self.deferred or task == self._task or self._watching(task):
+        if self.deferred or task == self._task or inside_function():
             return
         self._task = task
         me = weakref.ref(self)
@@ -92,14 +96,6 @@ class Rounds:
                 rounds._end_of_backward()
 
         torch.autograd.Variable._execution_engine.queue_callback(at_end)
-
-    def _watching(self, task: int) -> bool:
-        """A nested backward (re-entrant checkpointing) belongs to the pass around it.
-
-        After an exception the watched pass never ends; its number stays until `forget`, and its
-        successors' gradients wait in `p.grad` for the next call that reduces. Nothing is lost.
-        """
-        return self._task != -1 and task > self._task
 
     def forget(self) -> None:
         self._task = -1
@@ -149,6 +145,20 @@ class Rounds:
             self._next()
         if self._side is not None:
             torch.cuda.current_stream(self._side.device).wait_stream(self._side)
+
+
+def inside_function() -> bool:
+    """True in a backward that runs inside the backward of an autograd function.
+
+    That is re-entrant checkpointing. Its gradients belong to the pass around it: they wait in
+    `p.grad` for the end of that pass, or for the next call that reduces if nothing watches it.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        if frame.f_code is FUNCTION_BACKWARD:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def remove_all(handles: list[Any]) -> None:

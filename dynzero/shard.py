@@ -142,6 +142,7 @@ class FusedShard(Shard):
         """The options now need more state than before (SGD that got a momentum)."""
         for key in spec.keys[len(self.spec.keys) :]:
             self.state[key] = self.allocate(sorted(self.live))
+        self.steps.zero_()  # the first gradient from now on is the first of the buffer
         self.spec = spec
         self.relayout(self.layout)
 
@@ -164,6 +165,11 @@ class FusedShard(Shard):
             self._table[0] = own_ptrs
             self._device_table = upload(self._table, self.device)
             self._table_is_old = False
+        if self.spec.keys == ("momentum_buffer",):
+            # Without momentum there is no buffer yet: torch starts it with the next gradient.
+            for g, group in enumerate(groups):
+                if group["momentum"] == 0:
+                    self.steps[(self.layout.group == g).to(self.device)] = 0
         rows = [self.spec.row(group) for group in groups]
         if rows != self._hyper_rows:
             self._hyper = upload(torch.tensor(rows, dtype=torch.float64), self.device)

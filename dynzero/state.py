@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import presence
+from . import construction, presence
 from .fused import fused_spec
 from .layout import flat_copy, shard_dtype, unflatten
 from .shard import FusedShard
@@ -24,10 +24,9 @@ OURS = ("absent", "average")
 
 
 def entries(opt: ZeroOptimizer, i: int, steps: list[float]) -> dict[str, Any]:
-    """State of parameter i with its master; empty if it has never been updated."""
-    if isinstance(opt._shard, FusedShard) and steps[i] == 0:
-        return {}
-    state = opt._shard.entries(i)
+    """State of parameter i with its master; the state is empty if it was never updated."""
+    never = isinstance(opt._shard, FusedShard) and steps[i] == 0
+    state = {} if never else opt._shard.entries(i)
     if i in opt._shard.masters:
         state["master"] = opt._shard.masters[i]
     return state
@@ -131,7 +130,25 @@ def load(opt: ZeroOptimizer, state_dict: dict[str, Any]) -> None:
     except (KeyError, AttributeError) as caught:
         error = ValueError(f"load_state_dict: expected a state dict of an optimizer: {caught!r}")
     opt._control.raise_together(error)
+    construction.agree_on_setup(opt._control, summary(opt, state_dict, loaded))
     commit(opt, state_dict, loaded)
+
+
+def summary(
+    opt: ZeroOptimizer,
+    state_dict: dict[str, Any],
+    loaded: dict[int, tuple[dict[str, Any], Tensor | None]],
+) -> list[str]:
+    """What must be the same on all ranks of what they load, a line each."""
+    own = state_dict.get("dynzero") or {}
+    lines = [f"loaded state of iteration {own.get('iteration')}, {own.get('format', 'plain')}"]
+    for i, (state, _) in sorted(loaded.items()):
+        step = state.get("step")
+        number = step.item() if isinstance(step, Tensor) else step
+        lines.append(f"loaded state of '{opt._names[i]}': {sorted(state)}, step {number}")
+    groups = torch_groups(state_dict["param_groups"])
+    plain = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
+    return lines + [f"loaded {line}" for line in construction.hyperparameter_lines(plain)]
 
 
 def run_pre_hooks(opt: ZeroOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

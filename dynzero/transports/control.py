@@ -143,14 +143,14 @@ class Control:
         brought = self.gather_objects(None if error is None else (kind_of(error), str(error)))
         for rank, other in enumerate(brought):
             if other is not None:
-                raise ERRORS[other[0]](f"rank {rank}: {other[1]}") from error
+                raise ERRORS[other[0]](f"rank {self.ranks[rank]}: {other[1]}") from error
 
     def lost(self, message: Message, cause: Exception) -> RuntimeError:
         """The error for an exchange that did not complete, naming the ranks that are missing."""
-        missing = missing_ranks(self, message)
+        missing = [self.ranks[r] for r in missing_ranks(self, message)]
         who = f"rank(s) {missing}" if missing else "another rank"
         return RuntimeError(
-            f"rank {self.rank} waited at {SPOKEN[message.action]} of iteration "
+            f"rank {self.ranks[self.rank]} waited at {SPOKEN[message.action]} of iteration "
             f"{message.iteration}, but {who} did not arrive within "
             f"{self.timeout.total_seconds():g} s or died; every rank of the group must make the "
             f"same calls (opt.join() covers uneven data): {cause}"
@@ -204,14 +204,16 @@ def unpack_all(heads: Tensor) -> list[Message]:
     return [unpack(raw[i : i + MESSAGE_BYTES]) for i in range(0, len(raw), MESSAGE_BYTES)]
 
 
-def first_difference(messages: Sequence[Message], waiting: Sequence[Action]) -> str | None:
-    """What keeps these messages from belonging together, or None.
+def first_difference(messages: Sequence[Message], names: Sequence[int]) -> str | None:
+    """What keeps these messages from belonging together, or None; names: the ranks' global numbers.
 
-    Ranks at `waiting` actions may meet ranks at ROUND; ranks at JOIN may meet anybody.
+    Ranks at ROUND may meet anybody, who then takes part in the round; so may ranks at JOIN, who
+    take part in whatever the others do, except what changes them for good.
     """
-    active = [(r, m) for r, m in enumerate(messages) if m.action is not Action.JOIN]
-    base_rank, base = active[0] if active else (0, messages[0])
-    for rank, m in enumerate(messages):
+    named = list(zip(names, messages, strict=True))
+    active = [(r, m) for r, m in named if m.action is not Action.JOIN]
+    base_rank, base = active[0] if active else named[0]
+    for rank, m in named:
         joined = m.action is Action.JOIN
         # A rank that has joined follows the others into a new window.
         behind = joined and m.window < base.window and base.round == 0
@@ -229,10 +231,6 @@ def first_difference(messages: Sequence[Message], waiting: Sequence[Action]) -> 
                 f"{SPOKEN[m.action]} was called with {first.detail} on rank {first_rank} but with "
                 f"{m.detail} on rank {rank}; pass the same arguments on every rank"
             )
-        if Action.ROUND in (m.action, first.action):
-            other = m.action if first.action is Action.ROUND else first.action
-            if other is not Action.ROUND and other not in waiting:
-                return out_of_step(first_rank, first, rank, m)
     return None
 
 

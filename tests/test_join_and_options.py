@@ -187,3 +187,83 @@ def test_grad_scaler_refuses_fp16_gradients() -> None:
     scaler.scale(p.float().sum()).backward()
     with pytest.raises(ValueError, match="loss_scale='dynamic'"):
         scaler.unscale_(opt)
+
+
+def damped_later(rank: int, world: int, stage: int, fused: bool | None) -> torch.Tensor:
+    """Two groups, one without momentum; it gets one, with dampening, after two steps."""
+    model = model_ab()
+    groups = [{"params": [model.a]}, {"params": [model.b], "momentum": 0.9}]
+    opt = dynzero.ZeroOptimizer(groups, torch.optim.SGD, lr=0.1, stage=stage, fused=fused)
+    return train_damped(opt, model, opt.backward)
+
+
+def train_damped(opt: torch.optim.Optimizer, model: Any, backward: Any) -> torch.Tensor:
+    for step in range(4):
+        if step == 2:
+            opt.param_groups[0].update(momentum=0.9, dampening=0.5)
+        backward(model.a.sum() + model.b.sum())
+        opt.step()
+        opt.zero_grad()
+    return torch.cat([model.a.detach(), model.b.detach()])
+
+
+@stages
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("fused", [None, False])
+def test_damped_momentum_starts_with_the_gradient(
+    world: int, stage: int, fused: bool | None
+) -> None:
+    model = model_ab()
+    groups = [{"params": [model.a]}, {"params": [model.b], "momentum": 0.9}]
+    plain = torch.optim.SGD(groups, lr=0.1)
+    expected = train_damped(plain, model, lambda loss: loss.backward())
+    for result in run_world(world, damped_later, stage, fused):
+        torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-6)
+
+
+def bad_option(rank: int, world: int, stage: int) -> list[Any]:
+    model = model_ab()
+    opt = dynzero.ZeroOptimizer(model.named_parameters(), torch.optim.Adam, lr=0.1, stage=stage)
+    opt.param_groups[0]["betas"] = (0.5,)
+    opt.backward(model.a.sum()) if stage < 2 or world == 1 else None
+    message = message_of(ValueError, opt.step)
+    opt.param_groups[0]["betas"] = (0.9, 0.999)
+    opt.zero_grad()
+    opt.backward(model.a.sum())
+    opt.step()
+    return [message, opt.counters, opt.last_step.iteration, model.a.detach()]
+
+
+@stages
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_bad_option_changes_nothing(world: int, stage: int) -> None:
+    p = torch.nn.Parameter(torch.ones(5))
+    plain = torch.optim.Adam([p], lr=0.1)
+    p.grad = torch.ones(5)
+    plain.step()
+    for message, counters, iteration, a in run_world(world, bad_option, stage):
+        assert "param_groups" in message
+        assert counters == {"taken": 1, "skipped": 0} and iteration == 0
+        torch.testing.assert_close(a, p.detach())
+
+
+def load_other(rank: int, world: int, stage: int) -> tuple[str, Any]:
+    """The last rank loads a dictionary that is one step older."""
+    model = model_ab()
+    opt = dynzero.ZeroOptimizer(model.named_parameters(), torch.optim.Adam, lr=0.1, stage=stage)
+    saved = []
+    for _ in range(2):
+        opt.backward(model.a.sum())
+        opt.step()
+        opt.zero_grad()
+        saved.append(opt.full_state_dict())
+    mine = saved[0 if rank == world - 1 else 1]
+    message = message_of(ValueError, opt.load_state_dict, mine)
+    return message, opt.full_state_dict()["state"][0]["step"]
+
+
+@stages
+def test_ranks_that_load_different_states_are_refused(stage: int) -> None:
+    for message, step in run_world(2, load_other, stage):
+        assert "rank 0" in message and "rank 1" in message and "loaded state" in message
+        assert step == 2, "nothing was loaded"
