@@ -16,7 +16,7 @@ from world import rank_device, run_world
 import dynzero
 
 stages = pytest.mark.parametrize("stage", [0, 1, 2])
-# The tolerance of cases.md against the oracle, float32.
+# The tolerance against the oracle, float32.
 ABSOLUTE, RELATIVE = 1e-6, 1e-5
 # Options of ZeroOptimizer that change what the right result is.
 _ORACLE_OPTIONS = ("average", "absent", "max_grad_norm", "loss_scale")
@@ -121,7 +121,7 @@ def assert_same_bits(got: Tensor, expected: Tensor, what: str) -> None:
 
 
 def assert_close(got: Tensor, expected: Tensor, what: str) -> None:
-    """Within the tolerance of cases.md; 16-bit weights within one unit in the last place."""
+    """Within the tolerance; 16-bit weights within one unit in the last place."""
     absolute, relative = ABSOLUTE, RELATIVE
     if got.dtype in oracle.HALVES:
         relative = torch.finfo(got.dtype).eps
