@@ -1,6 +1,7 @@
 # make demo   sets up, then trains a multi-task model on real data under ZeRO and checks it
 # make test   sets up, compiles every CUDA kernel if there is an nvcc, then runs the tests
 # make bench  sets up, then runs the microbenchmarks     make lint   style and types
+# make asan   runs the op tests with the CPU ops under AddressSanitizer and UBSan
 #
 # Set-up makes .venv with torch, the build tools and the extension; a second run reuses it. With
 # PYTHON=/path/to/python3 (a Python that has torch) that one is used as it is, nothing is installed.
@@ -25,7 +26,7 @@ KEY := $(subst /,_,$(PY))
 BUILT := build/built$(KEY)
 RUN := PYTHONPATH=$(CURDIR) $(PY)
 
-.PHONY: setup demo test bench lint format kernels clean
+.PHONY: setup demo test asan bench lint format kernels clean
 .DELETE_ON_ERROR:
 
 setup: $(BUILT)
@@ -66,6 +67,18 @@ kernels: $(TOOLS)
 	  cmake -S . -B build/kernels -G Ninja -DDYNZERO_CUDA=ON -DDYNZERO_TORCH_INCLUDE=$$include \
 	    > build/kernels.log && cmake --build build/kernels; \
 	else echo "*** dynzero: no nvcc on the PATH, the CUDA kernels are not compiled"; fi
+
+# The op tests against a build of the CPU ops with AddressSanitizer and UBSan, in a folder of its own.
+SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1
+ASAN_LIBS = $(foreach lib,libasan.so libubsan.so libstdc++.so,$(shell g++ -print-file-name=$(lib)))
+asan: $(TOOLS)
+	PATH="$(dir $(PY)):$$PATH" CFLAGS="$(SANITIZE)" CXXFLAGS="$(SANITIZE)" LDFLAGS="$(SANITIZE)" \
+	  $(PY) setup.py build --build-base build/asan > build-asan.log 2>&1 \
+	  || { cat build-asan.log; exit 1; }; mv build-asan.log build/asan/
+	export LD_PRELOAD="$(ASAN_LIBS)" ASAN_OPTIONS=detect_leaks=0 && \
+	  export PYTHONPATH=$$(echo $(CURDIR)/build/asan/lib*) && \
+	  $(PY) -P -c "import dynzero; assert 'asan' in dynzero.__file__, dynzero.__file__" && \
+	  $(PY) -P -m pytest -n $(WORKERS) -k "not cuda" tests/test_ops_*.py tests/test_param_scan.py
 
 lint: $(TOOLS)
 	$(PY) -m ruff check .
