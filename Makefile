@@ -77,8 +77,9 @@ asan: $(TOOLS)
 	  || { cat build-asan.log; exit 1; }; mv build-asan.log build/asan/
 	export LD_PRELOAD="$(ASAN_LIBS)" ASAN_OPTIONS=detect_leaks=0 && \
 	  export PYTHONPATH=$$(echo $(CURDIR)/build/asan/lib*) && \
-	  $(PY) -P -c "import dynzero; assert 'asan' in dynzero.__file__, dynzero.__file__" && \
-	  $(PY) -P -m pytest -n $(WORKERS) -k "not cuda" tests/test_ops_*.py tests/test_param_scan.py
+	  cd build/asan && \
+	  $(PY) -c "import dynzero; assert 'asan' in dynzero.__file__, dynzero.__file__" && \
+	  $(PY) -m pytest -n $(WORKERS) -k "not cuda" ../../tests/test_ops_*.py ../../tests/test_param_scan.py
 
 lint: $(TOOLS)
 	$(PY) -m ruff check .
