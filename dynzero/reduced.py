@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from .layout import Layout, dense_strides, flat_copy, flat_view, is_dense, shard_dtype
-from .ops import STATUS_FIELDS
 from .plan import Bucket, Plan
 
 
@@ -172,6 +171,3 @@ class Gradients:
         if self.scale is not None:
             return grad / (self.scale * divisor).to(grad.dtype)
         return grad if divisor == 1 else grad / divisor
-
-    def found(self) -> Tensor:
-        return self.status[STATUS_FIELDS["found"]]
