@@ -20,6 +20,10 @@ MODULE_SOURCES = ["bindings.cpp", "ops.cpp", "ops_cpu.cpp", "param_scan.cpp"]
 # A library is searched for once, in the order of the command line: the kernels' own come last.
 CUDA_LIBRARIES = ["-lc10_cuda", "-ldl", "-lrt", "-lpthread"]
 
+# The one that torch has loaded, also where g++ links its own copy statically: the two copies number
+# their locale facets differently, and the first error message with a number in it would crash.
+SHARED_LIBSTDCXX = "-l:libstdc++.so.6"
+
 
 def cuda_choice() -> str:
     """Value of the CMake option DYNZERO_CUDA. Says what was chosen, and why."""
@@ -69,7 +73,7 @@ setup(
             [f"csrc/{name}" for name in MODULE_SOURCES],
             depends=headers,
             extra_compile_args=["-O2", "-g0", "-fvisibility=hidden", "-Wall"],
-            extra_link_args=["-fopenmp"],
+            extra_link_args=["-fopenmp", SHARED_LIBSTDCXX],
         )
     ],
     cmdclass={"build_ext": BuildKernelsAndModule},

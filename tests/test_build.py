@@ -1,5 +1,6 @@
 """How the extension is found: what build_info() says, and what one reads when it cannot be used."""
 
+import subprocess
 import sys
 
 import pytest
@@ -31,3 +32,10 @@ def test_an_extension_for_another_torch_names_both(monkeypatch):
     with pytest.raises(ImportError, match="built for torch .*, but this is torch 1.99.0") as error:
         _build.load_extension()
     assert _build.BUILD_COMMAND in str(error.value)
+
+
+def test_the_extension_has_no_libstdcxx_of_its_own():
+    command = ["nm", "--dynamic", "--defined-only", dynzero._C.__file__]
+    defined = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "PyInit__C" in defined
+    assert "__cxa_throw" not in defined
