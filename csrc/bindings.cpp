@@ -1,10 +1,12 @@
-// The Python module dynzero._C: the ops of ops.h, ParamScan, the table layouts of segments.h and
-// how this build was made. Python reaches the ops through torch.ops.dynzero (dynzero/ops.py).
+// The Python module dynzero._C: the ops of ops.h, ParamScan, GradWatch, the table layouts of
+// segments.h and how this build was made. Python reaches the ops through torch.ops.dynzero
+// (dynzero/ops.py).
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
 #include <cstddef>
 
+#include "grad_watch.h"
 #include "kernel_config.h"
 #include "ops.h"
 #include "param_scan.h"
@@ -104,7 +106,19 @@ PYBIND11_MODULE(_C, m) {
   py::class_<ParamScan>(m, "ParamScan", "Reads where parameters and gradients are.")
       .def(py::init<py::list>(), py::arg("params"))
       .def("read", &ParamScan::read, py::arg("grad_ptrs"), py::arg("param_ptrs"),
-           py::arg("present"), "Fills the tables, returns (odd, changed) indices.");
+           py::arg("present"), "Fills the tables, returns (odd, changed) indices.")
+      .def("take", &ParamScan::take, py::arg("indices"), py::arg("grad_ptrs"), py::arg("present"),
+           "Moves gradients out of parameters, returns (gradients, odd).");
+
+  py::class_<GradWatch>(m, "GradWatch", "Follows a backward pass, parameter by parameter.")
+      .def(py::init<py::function, py::function>(), py::arg("meet"), py::arg("progress"))
+      .def("add", &GradWatch::add, py::arg("params"))
+      .def("begin", &GradWatch::begin, py::arg("bits"))
+      .def("plan", &GradWatch::plan, py::arg("bucket_of"), py::arg("num_buckets"))
+      .def("filled", &GradWatch::filled, py::arg("place"))
+      .def("end", &GradWatch::end)
+      .def("streams", &GradWatch::streams)
+      .def_property("paused", &GradWatch::paused, &GradWatch::set_paused);
 }
 
 }  // namespace dynzero

@@ -21,6 +21,12 @@ bool has_plain_data(const at::TensorImpl* impl) {
 
 int64_t address_of(const void* data) { return reinterpret_cast<int64_t>(data); }
 
+void set_bit(uint8_t* bits, int64_t index, bool value) {
+  const auto mask = static_cast<uint8_t>(1u << (index % 8));
+  uint8_t& byte = bits[index / 8];
+  byte = static_cast<uint8_t>(value ? byte | mask : byte & ~mask);
+}
+
 inline void prefetch(const void* first_line, int lines = 1) {
 #if defined(__GNUC__)
   for (int i = 0; i < lines; ++i) __builtin_prefetch(static_cast<const char*>(first_line) + 64 * i);
@@ -53,13 +59,14 @@ void prefetch_links(PyObject* list, int64_t index, int64_t num_params) {
   }
 }
 
-void check_table(const char* name, const at::Tensor& table, at::ScalarType dtype, int64_t size) {
-  TORCH_CHECK(table.device().is_cpu(), "ParamScan.read: expected ", name, " on cpu, got ",
+void check_table(const char* method, const char* name, const at::Tensor& table,
+                 at::ScalarType dtype, int64_t size) {
+  TORCH_CHECK(table.device().is_cpu(), "ParamScan.", method, ": expected ", name, " on cpu, got ",
               table.device());
   TORCH_CHECK(table.scalar_type() == dtype && table.dim() == 1 && table.size(0) == size &&
                   table.is_contiguous(),
-              "ParamScan.read: expected ", name, " contiguous, of dtype ", dtype, " and size [",
-              size, "], got ", table.scalar_type(), " ", table.sizes());
+              "ParamScan.", method, ": expected ", name, " contiguous, of dtype ", dtype,
+              " and size [", size, "], got ", table.scalar_type(), " ", table.sizes());
 }
 
 }  // namespace
@@ -103,13 +110,30 @@ bool ParamScan::is_like(const Remembered& remembered, const at::TensorImpl* impl
   return true;
 }
 
+// Unpacked anew each time: torch.utils.swap_tensors exchanges what an object refers to.
+const at::Tensor& ParamScan::param(int64_t index) const {
+  return THPVariable_Unpack(PyList_GET_ITEM(params_.ptr(), index));
+}
+
+std::optional<int64_t> ParamScan::grad_address(int64_t index, const at::TensorImpl* impl) const {
+  const at::Tensor& grad = impl->grad();
+  if (!grad.defined() || impl->numel() == 0) return 0;
+  const Remembered& remembered = remembered_[static_cast<size_t>(index)];
+  const at::TensorImpl* grad_impl = grad.unsafeGetTensorImpl();
+  if (remembered.dense && has_plain_data(impl) && has_plain_data(grad_impl) &&
+      is_like(remembered, grad_impl)) {
+    return address_of(grad_impl->data());
+  }
+  return std::nullopt;
+}
+
 std::pair<ParamScan::Indices, ParamScan::Indices> ParamScan::read(const at::Tensor& grad_ptrs,
                                                                   const at::Tensor& param_ptrs,
                                                                   const at::Tensor& present) const {
   const auto num_params = static_cast<int64_t>(remembered_.size());
-  check_table("grad_ptrs", grad_ptrs, at::ScalarType::Long, num_params);
-  check_table("param_ptrs", param_ptrs, at::ScalarType::Long, num_params);
-  check_table("present", present, at::ScalarType::Byte, (num_params + 7) / 8);
+  check_table("read", "grad_ptrs", grad_ptrs, at::ScalarType::Long, num_params);
+  check_table("read", "param_ptrs", param_ptrs, at::ScalarType::Long, num_params);
+  check_table("read", "present", present, at::ScalarType::Byte, (num_params + 7) / 8);
   auto* grad_addresses = grad_ptrs.mutable_data_ptr<int64_t>();
   auto* param_addresses = param_ptrs.mutable_data_ptr<int64_t>();
   auto* bits = present.mutable_data_ptr<uint8_t>();
@@ -120,26 +144,44 @@ std::pair<ParamScan::Indices, ParamScan::Indices> ParamScan::read(const at::Tens
   for (int64_t i = 0; i < num_params; ++i) {
     prefetch_links(params_.ptr(), i, num_params);
     // Unpacked anew each time: torch.utils.swap_tensors exchanges what an object refers to.
-    const at::Tensor& param = THPVariable_Unpack(PyList_GET_ITEM(params_.ptr(), i));
-    at::TensorImpl* impl = param.unsafeGetTensorImpl();
-    const Remembered& remembered = remembered_[static_cast<size_t>(i)];
-    if (!is_like(remembered, impl)) changed.push_back(i);
+    at::TensorImpl* impl = param(i).unsafeGetTensorImpl();
+    if (!is_like(remembered_[static_cast<size_t>(i)], impl)) changed.push_back(i);
     const bool readable = has_plain_data(impl) && impl->numel() > 0;
     param_addresses[i] = readable ? address_of(impl->mutable_data()) : 0;
-    grad_addresses[i] = 0;
-    const at::Tensor& grad = impl->grad();
-    if (!grad.defined()) continue;
-    bits[i / 8] = static_cast<uint8_t>(bits[i / 8] | 1u << (i % 8));
-    if (impl->numel() == 0) continue;
-    const at::TensorImpl* grad_impl = grad.unsafeGetTensorImpl();
-    if (readable && remembered.dense && has_plain_data(grad_impl) &&
-        is_like(remembered, grad_impl)) {
-      grad_addresses[i] = address_of(grad_impl->data());
-    } else {
-      odd.push_back(i);
-    }
+    set_bit(bits, i, impl->grad().defined());
+    const std::optional<int64_t> address = grad_address(i, impl);
+    grad_addresses[i] = address.value_or(0);
+    if (!address) odd.push_back(i);
   }
   return {std::move(odd), std::move(changed)};
+}
+
+std::pair<std::vector<at::Tensor>, ParamScan::Indices> ParamScan::take(
+    const at::Tensor& indices, const at::Tensor& grad_ptrs, const at::Tensor& present) const {
+  const auto num_params = static_cast<int64_t>(remembered_.size());
+  check_table("take", "indices", indices, at::ScalarType::Long, indices.numel());
+  check_table("take", "grad_ptrs", grad_ptrs, at::ScalarType::Long, num_params);
+  check_table("take", "present", present, at::ScalarType::Byte, (num_params + 7) / 8);
+  const auto* chosen = indices.const_data_ptr<int64_t>();
+  auto* addresses = grad_ptrs.mutable_data_ptr<int64_t>();
+  auto* bits = present.mutable_data_ptr<uint8_t>();
+
+  std::vector<at::Tensor> grads;
+  grads.reserve(static_cast<size_t>(indices.numel()));
+  Indices odd;
+  for (int64_t k = 0; k < indices.numel(); ++k) {
+    const int64_t i = chosen[k];
+    TORCH_CHECK(i >= 0 && i < num_params, "ParamScan.take: expected indices below ", num_params,
+                ", got ", i);
+    at::TensorImpl* impl = param(i).unsafeGetTensorImpl();
+    const std::optional<int64_t> address = grad_address(i, impl);
+    addresses[i] = address.value_or(0);
+    if (!address) odd.push_back(k);
+    set_bit(bits, i, impl->grad().defined());
+    grads.push_back(std::move(impl->mutable_grad()));
+    impl->mutable_grad() = at::Tensor();
+  }
+  return {std::move(grads), std::move(odd)};
 }
 
 }  // namespace dynzero

@@ -6,6 +6,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstdint>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -28,6 +29,13 @@ class ParamScan {
   std::pair<Indices, Indices> read(const at::Tensor& grad_ptrs, const at::Tensor& param_ptrs,
                                    const at::Tensor& present) const;
 
+  // Moves the gradients of the parameters `indices` (int64 on the CPU) out of them. Addresses and
+  // bits of just these parameters are stored as read() does. Returns (gradients, odd): one
+  // gradient, or None, for each index, and the positions among them of those that are odd.
+  std::pair<std::vector<at::Tensor>, Indices> take(const at::Tensor& indices,
+                                                   const at::Tensor& grad_ptrs,
+                                                   const at::Tensor& present) const;
+
  private:
   struct Remembered {
     caffe2::TypeMeta dtype;
@@ -37,6 +45,9 @@ class ParamScan {
     int64_t first;  // of its sizes, then strides, in layouts_
   };
 
+  const at::Tensor& param(int64_t index) const;
+  // Address of the parameter's gradient; 0 if it is absent or empty, nothing if it is odd.
+  std::optional<int64_t> grad_address(int64_t index, const at::TensorImpl* impl) const;
   // Same dtype, device, sizes and memory order.
   bool is_like(const Remembered& remembered, const at::TensorImpl* impl) const;
 

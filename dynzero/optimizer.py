@@ -19,7 +19,7 @@ from .ops import STATUS_FIELDS, ops
 from .plan import Plan, indices_of
 from .reduced import Gradients, Local, Reader
 from .report import LastStep, Outcomes
-from .rounds import Rounds, Waitable
+from .rounds import Pass, Rounds, Waitable
 from .shard import upload
 from .transports.control import Action, Agreed, Control
 from .window import Window
@@ -119,14 +119,17 @@ class ZeroOptimizer(Optimizer):
         self._fingerprint = presence.Fingerprint()
         self._rounds: Rounds | None = None
         if self._options.stage == 2 and self._control.world > 1:
-            self._rounds = Rounds(self._params, self._device, self._begin_round)
+            self._rounds = Rounds(self._params, self._device, self._open_pass, self._close_pass)
         self._may_zero = any(group["absent"] == "zero" for group in self.param_groups)
         self.last_step: LastStep | None = None
         self._outcomes = Outcomes()
         self._agreed_scaler = False  # set while a dynzero.GradScaler steps
 
-    def _begin_round(self) -> Iterator[Waitable]:
-        return presence.begin_round(self)
+    def _open_pass(self, watch: Any) -> tuple[Pass, Iterator[Waitable]]:
+        return presence.open_pass(self, watch)
+
+    def _close_pass(self, current: Pass) -> None:
+        presence.close_pass(self, current)
 
     # The step.
 
@@ -213,7 +216,6 @@ class ZeroOptimizer(Optimizer):
         present, and moments and weight decay go on moving them.
         """
         if self._rounds is not None:
-            self._rounds.forget()
             self._rounds.finish()
             if self._window.used:
                 self._end_window()
@@ -231,11 +233,11 @@ class ZeroOptimizer(Optimizer):
         if self._rounds is None:
             yield
             return
-        before, self._rounds.deferred = self._rounds.deferred, True
+        before, self._rounds.paused = self._rounds.paused, True
         try:
             yield
         finally:
-            self._rounds.deferred = before
+            self._rounds.paused = before
 
     @contextmanager
     def join(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ rank computes the same one without a message. Plans are cached by the optimizer.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -38,6 +39,19 @@ class Plan:
     indices: tuple[int, ...]  # `active` as Python numbers
     offsets: tuple[int, ...]  # of each row's slot in its bucket, elements
     divisors: dict[int, int]  # ranks to average over, by parameter index
+    num_params: int  # active or not
+
+    @cached_property
+    def places(self) -> Tensor:
+        """int32 [params]: place of each parameter's bucket in the order of sending, -1 if none."""
+        places = torch.full((self.num_params,), -1, dtype=torch.int32)
+        for place, bucket in enumerate(reversed(self.buckets)):
+            places[self.active[bucket.rows]] = place
+        return places
+
+    def span(self, bucket: Bucket) -> slice:
+        """The shortest range of parameter indices around the bucket's."""
+        return slice(self.indices[bucket.rows.start], self.indices[bucket.rows.stop - 1] + 1)
 
     def to(self, device: torch.device) -> Plan:
         return replace(self, table=self.table.to(device))
@@ -87,7 +101,9 @@ def make_plan(
         shard_numel[shard_dtype(dtype)] = at + stride
     indices = tuple(active.tolist())
     divisors = dict(zip(indices, divisor.tolist(), strict=True))
-    return Plan(active, table, tuple(buckets), indices, tuple(offset.tolist()), divisors)
+    return Plan(
+        active, table, tuple(buckets), indices, tuple(offset.tolist()), divisors, layout.size
+    )
 
 
 def bucket_bounds(
@@ -122,8 +138,13 @@ def bucket_offsets(
 
 def indices_of(bits: Tensor, size: int) -> Tensor:
     """Ascending indices (int64) of the set bits of uint8 [bytes], little-endian."""
+    return flags_of(bits)[:size].nonzero().flatten()
+
+
+def flags_of(bits: Tensor) -> Tensor:
+    """uint8 [bytes], little-endian, as bool [8 * bytes]."""
     shifts = torch.arange(8, dtype=torch.uint8)
-    return ((bits.unsqueeze(-1) >> shifts) & 1).flatten()[:size].nonzero().flatten()
+    return ((bits.unsqueeze(-1) >> shifts) & 1).flatten().bool()
 
 
 def union(rows: Tensor) -> Tensor:

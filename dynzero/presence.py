@@ -17,7 +17,7 @@ from torch.autograd.profiler import record_function
 from . import construction, norms, reduction, state
 from .plan import bit_mask
 from .reduced import Local
-from .rounds import Waitable
+from .rounds import Pass, Waitable
 from .transports.control import Action, Agreed, Message, first_difference
 from .window import Window, run
 
@@ -51,6 +51,7 @@ def message(
         action,
         opt._fingerprint.of(opt.param_groups) if opt._control.world > 1 else 0,
         int(complaint is not None),
+        int(bool(opt._window.withdrawn().any())),
         detail,
     )
 
@@ -105,7 +106,6 @@ def agree(
     """Meet all ranks at `action`, taking part in the others' rounds until they arrive."""
     with record_function("dynzero::presence"):
         if opt._rounds is not None:
-            opt._rounds.forget()
             opt._rounds.finish()
         local, complaint = read(opt)
         opt._outcomes.poll()
@@ -116,6 +116,7 @@ def agree(
             agreed = opt._control.exchange(mine, bits)
             judge(opt, agreed, complaint)
             if not agreed.any_at(Action.ROUND):
+                settle(opt, mine, agreed)
                 return local, agreed
             take_part(opt, agreed)
 
@@ -144,29 +145,50 @@ def take_part(opt: ZeroOptimizer, agreed: Agreed) -> None:
     run(reduction.reduce_round(opt, nothing, agreed.taking_part(Action.ROUND)))
 
 
-def begin_round(opt: ZeroOptimizer) -> Iterator[Waitable]:
-    """Stage 2, end of a backward pass: take the gradients now, announce and reduce when driven."""
+# Note [Withdrawn]
+# What a round announces, at the first gradient of a backward pass, can be wrong in two ways. A
+# gradient may come late: a nested pass (re-entrant checkpointing) brings it after its bucket has
+# left, or unannounced. It stays in `p.grad` and goes with the next round, or the next call that
+# reduces. And one may never come: an autograd function returned None for it, or the pass raised.
+# Its slot went out as zeros, which changes no sum. If it came in no other pass of the window
+# either, the next call that reduces takes it back, on all ranks: it was not present here.
+
+
+def settle(opt: ZeroOptimizer, mine: Message, agreed: Agreed) -> None:
+    """Clear the presence of gradients that some rank announced in this window, but never had."""
+    if any(m.withdrawn for m in agreed.messages):
+        opt._window.present &= ~opt._control.exchange(mine, opt._window.withdrawn()).bits
+
+
+def open_pass(opt: ZeroOptimizer, watch: Any) -> tuple[Pass, Iterator[Waitable]]:
+    """Stage 2, first gradient of a backward pass: what it will bring, and the round for it."""
     local, complaint = read(opt)
-    opt._reader.take(local)
-    opt._touched |= local.bits
-    return round_of(opt, local, complaint)
+    current = Pass(opt._reader, watch, local)
+    return current, round_of(opt, current, complaint)
+
+
+def close_pass(opt: ZeroOptimizer, current: Pass) -> None:
+    current.close()
+    opt._touched |= current.bits
+    opt._window.had |= current.bits
 
 
 @torch.no_grad()
-def round_of(opt: ZeroOptimizer, local: Local, complaint: Exception | None) -> Iterator[Waitable]:
+def round_of(opt: ZeroOptimizer, current: Pass, complaint: Exception | None) -> Iterator[Waitable]:
+    bits = current.announce()
     mine = message(opt, Action.ROUND, complaint, NO_DETAIL)
-    exchange = opt._control.start(mine, message_bits(opt, local.bits))
+    exchange = opt._control.start(mine, message_bits(opt, bits))
+    opt._window.announced |= bits
     yield exchange
     agreed = exchange.wait()
     judge(opt, agreed, complaint)
     opt._window.rounds += 1
-    yield from reduction.reduce_round(opt, local, agreed.taking_part(Action.ROUND))
+    yield from reduction.reduce_round(opt, current, agreed.taking_part(Action.ROUND))
 
 
 def shadow(opt: ZeroOptimizer) -> None:
     """After join(): do, with nothing of our own, what the others do, until all have joined."""
     if opt._rounds is not None:
-        opt._rounds.forget()
         opt._rounds.finish()
     while True:
         local, complaint = read(opt)
@@ -181,13 +203,15 @@ def shadow(opt: ZeroOptimizer) -> None:
             opt._window = Window(opt._layout, opt._device)
             opt._window_number = others[0].window
         with torch.no_grad():
-            follow(opt, local, agreed, others[0])
+            follow(opt, local, mine, agreed, others[0])
 
 
-def follow(opt: ZeroOptimizer, local: Local, agreed: Agreed, other: Message) -> None:
+def follow(opt: ZeroOptimizer, local: Local, mine: Message, agreed: Agreed, other: Message) -> None:
     if agreed.any_at(Action.ROUND):
         take_part(opt, agreed)
-    elif other.action is Action.STEP:
+        return
+    settle(opt, mine, agreed)
+    if other.action is Action.STEP:
         opt._perform_step(local, agreed)
     elif other.action is Action.GRAD_NORM:
         norms.total(opt, reduction.reduce(opt, local, agreed), other.detail[0])

@@ -5,26 +5,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .layout import Layout, dense_strides, flat_copy, flat_view, is_dense, shard_dtype
-from .plan import Bucket, Plan
+from .plan import Bucket, Plan, indices_of
 
 
 @dataclass
 class Local:
     """This rank's gradients. ptrs: int64 [2, params] on the CPU: gradients, parameters.
 
-    bits: uint8 presence. `own` holds the regular copies of gradients that a kernel cannot read
-    where they lie, by parameter index.
+    bits: uint8 presence. `own` holds, by parameter index, gradients that have been taken out of the
+    parameters, and regular copies of those that a kernel cannot read where they lie.
     """
 
     ptrs: Tensor
     bits: Tensor
     own: dict[int, Tensor] = field(default_factory=dict)
+
+    def arrive(self, plan: Plan, bucket: Bucket, place: int) -> Iterator[Any]:
+        """Yields what to wait for until the bucket's gradients are here. These are all here."""
+        return iter(())
+
+    @property
+    def complete(self) -> bool:
+        """True if no gradient is still to come."""
+        return True
 
     def drop(self) -> None:
         """Forget the gradients: take part in a round with nothing."""
@@ -53,8 +64,7 @@ class Reader:
         if changed:
             return local, self.complaint(changed[0])
         for i in odd:
-            local.own[i] = regular_grad(self.params[i])
-            ptrs[0, i] = local.own[i].data_ptr()
+            self._make_regular(local, i, self.params[i].grad)
         for i, stand_in in self.staged.items():
             ptrs[1, i] = stand_in.data_ptr()
         return local, None
@@ -76,15 +86,25 @@ class Reader:
             return self.zeros(int(self.layout.numel[i]), self.layout.dtypes[i])
         return grad if i in local.own else flat_view(grad)
 
-    def take(self, local: Local) -> None:
-        """Move the gradients out of the parameters; `local` keeps them until they are packed."""
-        for i, p in enumerate(self.params):
-            if p.grad is not None:
-                if i not in local.own:
-                    local.own[i] = p.grad
-                    if p.grad.is_cuda:
-                        p.grad.record_stream(torch.cuda.current_stream(self.device))
-                p.grad = None
+    def _make_regular(self, local: Local, i: int, grad: Tensor | None) -> None:
+        assert grad is not None
+        local.own[i] = regular_grad(self.params[i], grad)
+        local.ptrs[0, i] = local.own[i].data_ptr()
+
+    def take(self, local: Local, indices: Tensor | None = None) -> None:
+        """Move gradients (of all parameters, or int64 [n]) into `local`, until they are packed."""
+        if indices is None:
+            indices = torch.arange(self.layout.size)
+        grads, odd = self.scan.take(indices, local.ptrs[0], local.bits)
+        rows = indices.tolist()
+        local.own.update((i, g) for i, g in zip(rows, grads, strict=True) if g is not None)
+        for k in odd:
+            self._make_regular(local, rows[k], grads[k])
+
+    def take_new(self, local: Local, bits: Tensor) -> None:
+        """take() those of `bits` that `local` has not taken yet."""
+        had = local.bits.clone()
+        self.take(local, indices_of(bits & ~had, self.layout.size))
 
     def fill_zeros(self, local: Local, indices: Tensor) -> None:
         """Give zero gradients to parameters that have none; one stretch of zeros serves all."""
@@ -110,10 +130,8 @@ class Reader:
             real.copy_(stand_in.view(real.shape))
 
 
-def regular_grad(p: Tensor) -> Tensor:
-    """`p.grad` made dense, as 1-D reals in the memory order and dtype of `p`."""
-    grad = p.grad
-    assert grad is not None
+def regular_grad(p: Tensor, grad: Tensor) -> Tensor:
+    """The gradient made dense, as 1-D reals in the memory order and dtype of `p`."""
     if grad.layout != torch.strided:
         grad = grad.to_dense()
     grad = grad.detach().to(dtype=p.dtype, device=p.device).resolve_conj().resolve_neg()

@@ -1,7 +1,7 @@
-"""Stage 2: reduction at the end of each backward pass.
+"""Stage 2: reduction while backward runs, bucket by bucket.
 
-Hooks see which backward is running; at its end the gradients are taken from the parameters and a
-round is queued. See Note [Backward never blocks for good].
+Hooks see a backward pass begin. What it will bring is announced at once; buckets go out as they
+fill, and what is left when the pass ends. See Note [Backward never blocks for good].
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -18,13 +19,18 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ._build import load_extension
+from .plan import Bucket, Plan, flags_of
+from .reduced import Local, Reader
+
 # Note [Backward never blocks for good]
 # Inside backward this rank must not insist on an answer: another rank may have no backward here
 # and be waiting, before its step(), for a collective of the user's or of another optimizer. So a
-# round is a little state machine that holds its own gradients. The end of backward pushes it on
-# and waits for a bounded time only (to keep memory low in the normal case, where all ranks arrive);
-# the next call that reduces (step and the like) finishes what is left, in order. The result does
-# not depend on when: each round is summed by itself and added in order.
+# round is a little state machine that holds its own gradients. Hooks push it on without waiting;
+# the end of backward pushes it on and waits for a bounded time only (to keep memory low in the
+# normal case, where all ranks arrive); the next call that reduces (step and the like) finishes what
+# is left, in order. The result does not depend on when: each round is summed by itself and added in
+# order.
 
 PATIENCE_S = 0.25
 # The frame from which autograd calls the backward of a torch.autograd.Function.
@@ -37,25 +43,111 @@ class Waitable(Protocol):
     def ready(self) -> bool: ...
 
 
+class Pass(Local):
+    """The gradients of one backward pass, which arrive while it runs.
+
+    `bits` are those that have arrived and been taken, `announced` those to expect.
+    """
+
+    def __init__(self, reader: Reader, watch: Any, local: Local) -> None:
+        local.drop()
+        super().__init__(local.ptrs, local.bits)
+        self._reader, self._watch = reader, watch
+        self._announced = torch.empty_like(self.bits)
+        self._sent = False
+        self._running = True
+        self._expected = self.bits  # bool [params], once there is a plan
+        watch.begin(self._announced)
+
+    def announce(self) -> Tensor:
+        """What to tell the other ranks: what is expected, or, after the end, what has come."""
+        self._sent = True
+        return self._announced if self._running else self.bits
+
+    @property
+    def complete(self) -> bool:
+        return not self._running
+
+    def arrive(self, plan: Plan, bucket: Bucket, place: int) -> Iterator[Any]:
+        if self._running:
+            if place == 0:
+                self._watch.plan(plan.places, len(plan.buckets))
+                self._expected = flags_of(self._announced)
+            filled = Filled(self, place)
+            while not filled.ready():
+                yield filled
+            if self._running:
+                rows = plan.active[bucket.rows]
+                self._reader.take(self, rows[self._expected[rows]])
+
+    def filled(self, place: int) -> bool:
+        return not self._running or self._watch.filled(place)
+
+    def close(self) -> None:
+        """The pass has ended: take what was announced, or, if nothing was yet, all there is."""
+        self._running = False
+        self._watch.end()
+        if self._sent:
+            self._reader.take_new(self, self._announced)
+        else:
+            self._reader.take(self)
+
+
+class Filled:
+    """To wait for: all gradients of one bucket have arrived."""
+
+    def __init__(self, current: Pass, place: int) -> None:
+        self._pass, self._place = current, place
+
+    def ready(self) -> bool:
+        return self._pass.filled(self._place)
+
+
 class Rounds:
     """The queue of started rounds of one optimizer, and the hooks that start them.
 
-    begin() -> an iterator that yields whatever it waits for next; called at the end of a backward.
+    open_pass(watch) -> the pass that begins, and an iterator that reduces it and yields whatever it
+    waits for next; close_pass(pass) is called at its end.
     """
 
     def __init__(
-        self, params: list[Tensor], device: torch.device, begin: Callable[[], Iterator[Waitable]]
+        self,
+        params: list[Tensor],
+        device: torch.device,
+        open_pass: Callable[[Any], tuple[Pass, Iterator[Waitable]]],
+        close_pass: Callable[[Pass], None],
     ) -> None:
-        self._begin = weakref.WeakMethod(begin)
+        self._open, self._close = weakref.WeakMethod(open_pass), weakref.WeakMethod(close_pass)
         self._queue: deque[Iterator[Waitable]] = deque()
         self._waits_for: Waitable | None = None
-        self._task = -1  # graph task whose end is already being watched
-        self.deferred = False  # inside no_sync()
+        self._current: Pass | None = None
         self.superseded = False
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # All work of rounds is queued on one stream, wherever hooks and calls find themselves.
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._handles: list[Any] = []
         weakref.finalize(self, remove_all, self._handles)
+        me = weakref.ref(self)
+
+        def meet(task: int) -> bool:
+            rounds = me()
+            return rounds is not None and rounds._meet()
+
+        def progress() -> None:
+            rounds = me()
+            if rounds is not None:
+                rounds._advance(0.0)
+
+        self._watch = load_extension().GradWatch(meet, progress)
         self.watch(params)
+
+    @property
+    def paused(self) -> bool:
+        """Inside no_sync(): backward passes leave their gradients where they are."""
+        return bool(self._watch.paused)
+
+    @paused.setter
+    def paused(self, value: bool) -> None:
+        self._watch.paused = value
 
     def watch(self, params: list[Tensor]) -> None:
         """Add hooks, also on parameters that are frozen now and may train later.
@@ -64,58 +156,59 @@ class Rounds:
         others, which say so when they are next used.
         """
         me = weakref.ref(self)
-        for p in params:
+        for p, hook in zip(params, self._watch.add(params), strict=True):
             predecessor = WATCHERS[p]() if p in WATCHERS else None
             if predecessor is not None:
-                predecessor.superseded = True
+                predecessor.superseded = predecessor.paused = True
             WATCHERS[p] = me
-
-        def hook(_: Tensor) -> None:
-            rounds = me()
-            if rounds is not None and not rounds.superseded:
-                rounds._on_gradient()
-
-        for p in params:
             frozen = not p.requires_grad
             # torch takes hooks only on tensors that require a gradient at that moment.
             p.requires_grad_(True)
             self._handles.append(p.register_post_accumulate_grad_hook(hook))
             p.requires_grad_(not frozen)
 
-    def _on_gradient(self) -> None:
-        task = torch._C._current_graph_task_id()
-        if self.deferred or task == self._task or inside_function():
-            return
-        self._task = task
-        me = weakref.ref(self)
+    def _meet(self) -> bool:
+        """In the first hook of a pass: follow it, unless it is a part of another."""
+        if inside_function():
+            return False
+        self._end_pass()  # one that an exception has cut short
+        opener = self._open()
+        assert opener is not None
+        with self._on_stream():
+            self._current, round_ = opener(self._watch)
+        self._queue.append(round_)
+        me, current = weakref.ref(self), self._current
 
         def at_end() -> None:
             rounds = me()
-            if rounds is not None and rounds._task == task:
-                rounds._task = -1
-                rounds._end_of_backward()
+            if rounds is not None and rounds._current is current:
+                rounds._end_pass()
+                rounds._advance(time.monotonic() + PATIENCE_S)
 
         torch.autograd.Variable._execution_engine.queue_callback(at_end)
+        self._advance(0.0)
+        return True
 
-    def forget(self) -> None:
-        self._task = -1
+    def _end_pass(self) -> None:
+        current, self._current = self._current, None
+        closer = self._close()
+        if current is not None and closer is not None:
+            with self._on_stream():
+                closer(current)
 
-    def _end_of_backward(self) -> None:
-        with self._on_side_stream():
-            self._queue.append(self._started())
-        self._advance(time.monotonic() + PATIENCE_S)
-
-    def _started(self) -> Iterator[Waitable]:
-        begin = self._begin()
-        assert begin is not None
-        return begin()
-
-    def _on_side_stream(self) -> Any:
-        """CUDA work of rounds runs beside the main stream, after what is queued there now."""
-        if self._side is None:
-            return torch.cuda.stream(None)
-        self._side.wait_stream(torch.cuda.current_stream(self._side.device))
-        return torch.cuda.stream(self._side)
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        """CUDA: the stream of the rounds, after what the current one and the hooks' now hold."""
+        if self._stream is None:
+            return nullcontext()
+        current = torch.cuda.current_stream(self._stream.device)
+        for s in self._watch.streams():
+            other = torch.cuda.Stream(stream_id=s[0], device_index=s[1], device_type=s[2])
+            if other != self._stream:
+                self._stream.wait_stream(other)
+        if current == self._stream:
+            return nullcontext()
+        self._stream.wait_stream(current)
+        return torch.cuda.stream(self._stream)
 
     def _advance(self, deadline: float) -> None:
         """Push rounds on, in order, waiting for others until `deadline` (time.monotonic)."""
@@ -128,7 +221,7 @@ class Rounds:
             self._next()
 
     def _next(self) -> None:
-        with self._on_side_stream():
+        with self._on_stream():
             try:
                 self._waits_for = next(self._queue[0])
             except StopIteration:
@@ -136,15 +229,19 @@ class Rounds:
                 self._waits_for = None
             except BaseException:
                 self._queue.clear()
-                self._waits_for = None
+                self._waits_for = self._current = None
+                self._watch.end()
                 raise
 
     def finish(self) -> None:
         """Complete all started rounds, waiting for as long as it takes."""
+        self._end_pass()
         while self._queue:
             self._next()
-        if self._side is not None:
-            torch.cuda.current_stream(self._side.device).wait_stream(self._side)
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._stream.device)
+            if current != self._stream:
+                current.wait_stream(self._stream)
 
 
 def inside_function() -> bool:

@@ -32,6 +32,9 @@ class Window:
         self.ptrs = torch.zeros(layout.size, dtype=torch.int64)
         self.buffers: list[Tensor] = []
         self.present = torch.zeros(layout.world, layout.bit_bytes, dtype=torch.uint8)
+        # What this rank has announced, and what of it there really was: see Note [Withdrawn].
+        self.announced = torch.zeros(layout.bit_bytes, dtype=torch.uint8)
+        self.had = torch.zeros(layout.bit_bytes, dtype=torch.uint8)
         self.sumsq = torch.zeros(layout.size, dtype=torch.float64, device=device)
         self.nonfinite = torch.zeros(layout.size, dtype=torch.int32, device=device)
         self.rounds = 0
@@ -40,6 +43,10 @@ class Window:
     def used(self) -> bool:
         """True once ranks have met in this window: the same answer on every rank."""
         return self.rounds > 0 or bool(self.buffers)
+
+    def withdrawn(self) -> Tensor:
+        """uint8 [bytes]: announced by this rank in this window, but not there in any pass."""
+        return self.announced & ~self.had
 
     def grow(self, layout: Layout) -> None:
         """Take over a layout with more parameters than before."""
@@ -50,6 +57,8 @@ class Window:
         self.nonfinite = torch.nn.functional.pad(self.nonfinite, (0, extra))
         missing = layout.bit_bytes - self.present.shape[1]
         self.present = torch.nn.functional.pad(self.present, (0, missing))
+        self.announced = torch.nn.functional.pad(self.announced, (0, missing))
+        self.had = torch.nn.functional.pad(self.had, (0, missing))
 
     def claim(self, plan: Plan) -> None:
         """Room for the pieces of the plan's parameters that have none yet, in row order."""
@@ -71,23 +80,29 @@ class Mover:
     def __init__(self, layout: Layout, device: torch.device, collective: Collective) -> None:
         self.layout, self.device, self.collective = layout, device, collective
 
-    def reduce(self, plan: Plan, local: Local, present: Tensor, window: Window) -> Iterator[Work]:
+    def reduce(self, plan: Plan, local: Local, present: Tensor, window: Window) -> Iterator[Any]:
         """Sum the local gradients of all ranks into the window; yields before each wait.
 
-        present: uint8 [world, bytes], the ranks that contribute to each parameter.
+        present: uint8 [world, bytes], the ranks that contribute to each parameter. Buckets go in
+        the order in which backward completes them, the last parameters first.
         """
         accumulate = (window.ptrs != 0).to(torch.int64)
         window.claim(plan)
+        complete = local.complete
         tables = upload(torch.stack([local.ptrs[0], window.ptrs, accumulate]), self.device)
         bits = upload(present.contiguous(), self.device)
         chunks = plan.table.own_chunks.numel()
         partials = torch.empty(chunks, dtype=torch.float64, device=self.device)
-        waiting: deque[tuple[Bucket, Tensor, Tensor, Work]] = deque()
-        for bucket in plan.buckets:
-            waiting.append(self._send(plan, bucket, local, tables[0], window))
+        waiting: deque[tuple[Bucket, Tensor, Work]] = deque()
+        for place, bucket in enumerate(reversed(plan.buckets)):
+            if not complete:
+                yield from local.arrive(plan, bucket, place)
+                span = plan.span(bucket)
+                tables[0][span].copy_(local.ptrs[0][span], non_blocking=True)
             if len(waiting) == IN_FLIGHT:
                 yield waiting[0][-1]
                 self._receive(plan, waiting.popleft(), bits, tables, partials, window)
+            waiting.append(self._send(plan, bucket, local, tables[0], window))
         while waiting:
             yield waiting[0][-1]
             self._receive(plan, waiting.popleft(), bits, tables, partials, window)
@@ -96,7 +111,7 @@ class Mover:
 
     def _send(
         self, plan: Plan, bucket: Bucket, local: Local, grad_ptrs: Tensor, window: Window
-    ) -> tuple[Bucket, Tensor, Tensor, Work]:
+    ) -> tuple[Bucket, Tensor, Work]:
         shape = (self.layout.world, bucket.stride)
         sent = torch.empty(shape, dtype=bucket.wire, device=self.device)
         ops.pack_grads(
@@ -112,18 +127,18 @@ class Mover:
         for i in plan.indices[bucket.rows]:
             local.own.pop(i, None)
         received = torch.empty_like(sent)
-        return bucket, sent, received, self.collective.all_to_all(received, sent)
+        return bucket, received, self.collective.all_to_all(received, sent)
 
     def _receive(
         self,
         plan: Plan,
-        parcel: tuple[Bucket, Tensor, Tensor, Work],
+        parcel: tuple[Bucket, Tensor, Work],
         bits: Tensor,
         tables: Tensor,
         partials: Tensor,
         window: Window,
     ) -> None:
-        bucket, _, received, work = parcel
+        bucket, received, work = parcel
         work.wait()
         ops.reduce_shard(
             plan.table.rows,

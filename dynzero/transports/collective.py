@@ -26,11 +26,12 @@ from . import all_gather_single
 class Work:
     """A collective under way."""
 
-    def __init__(self, work: Any) -> None:
-        self._work = work
+    def __init__(self, work: Any, on_cuda: bool) -> None:
+        self._work, self._on_cuda = work, on_cuda
 
     def ready(self) -> bool:
-        return bool(self._work.is_completed())
+        """True if wait() will not block the host."""
+        return self._on_cuda or bool(self._work.is_completed())
 
     def wait(self) -> None:
         """On the CPU waits for the data; on CUDA makes the current stream wait for it."""
@@ -67,14 +68,14 @@ class Collective:
         work = dist.all_to_all_single(
             as_bytes(received), as_bytes(sent), group=self.group, async_op=True
         )
-        return Work(work)
+        return Work(work, sent.is_cuda)
 
     def all_gather(self, everybody: Tensor, mine: Tensor) -> Work:
         """everybody [world, ...] receives `mine` of each rank; `mine` may be its own row of it."""
         work = all_gather_single(
             as_bytes(everybody), as_bytes(mine), group=self.group, async_op=True
         )
-        return Work(work)
+        return Work(work, mine.is_cuda)
 
     def broadcast_from_first(self, tensor: Tensor) -> None:
         dist.broadcast(as_bytes(tensor), src=self.ranks[0], group=self.group)

@@ -63,18 +63,20 @@ class Message(NamedTuple):
     action: Action
     fingerprint: int
     trouble: int  # 1 when the rank has an error to report
+    withdrawn: int  # 1 when a gradient announced in this window has not come
     detail: tuple[float, float]
 
     def pack(self) -> bytes:
-        return struct.pack("<6q2d", *self[:6], *self.detail)
+        return struct.pack(HEAD, *self[:7], *self.detail)
 
 
-MESSAGE_BYTES = struct.calcsize("<6q2d")
+HEAD = "<7q2d"
+MESSAGE_BYTES = struct.calcsize(HEAD)
 
 
 def unpack(raw: bytes) -> Message:
-    *head, a, b = struct.unpack("<6q2d", raw)
-    return Message(head[0], head[1], head[2], Action(head[3]), head[4], head[5], (a, b))
+    *head, a, b = struct.unpack(HEAD, raw)
+    return Message(head[0], head[1], head[2], Action(head[3]), head[4], head[5], head[6], (a, b))
 
 
 class Agreed(NamedTuple):

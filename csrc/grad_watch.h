@@ -1,0 +1,55 @@
+// GradWatch: follows one backward pass of the autograd engine, parameter by parameter. From the
+// first gradient on it knows which parameters the pass will reach, and it says when a bucket is
+// complete. Everything here runs under the GIL.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cstdint>
+#include <memory>
+#include <tuple>
+#include <vector>
+
+namespace dynzero {
+
+class GradWatch {
+ public:
+  // Both are called inside hooks. meet(task) -> bool, at the first gradient of a pass: is the pass
+  // to be followed? It calls begin() if so. progress(), while one is followed: now and then as long
+  // as there is no plan, and whenever a bucket is complete.
+  GradWatch(pybind11::function meet, pybind11::function progress);
+
+  // Watches these parameters as well. Returns, for each, what
+  // torch.Tensor.register_post_accumulate_grad_hook takes; it does nothing once this object is
+  // gone.
+  pybind11::list add(pybind11::list params);
+
+  // Follows the pass in whose hook this is called. bits: uint8 [ceil(P / 8)] on the CPU, filled
+  // with the parameters that have a gradient or will get one from this pass.
+  void begin(const at::Tensor& bits);
+
+  // bucket_of: int32 [P] on the CPU, the place of each parameter's bucket in the order of sending;
+  // -1 for none.
+  void plan(const at::Tensor& bucket_of, int64_t num_buckets);
+
+  // True once no gradient for the bucket at this place is to come.
+  bool filled(int64_t place) const;
+
+  // The pass has ended, or is given up.
+  void end();
+
+  // While true, passes are not met: what is accumulated stays where it is.
+  bool paused() const;
+  void set_paused(bool paused);
+
+  // CUDA streams (stream_id, device_index, device_type) on which gradients of this pass arrived.
+  std::vector<std::tuple<int64_t, int64_t, int64_t>> streams() const;
+
+  struct State;
+
+ private:
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace dynzero
