@@ -15,7 +15,8 @@ namespace dynzero {
 namespace {
 
 constexpr int kNoTask = -1;
-// Before there is a plan, every so many gradients somebody looks whether it can be made.
+// Before there is a plan, somebody looks whether it can be made: at each of the first gradients,
+// then at every so many.
 constexpr int64_t kLookEvery = 16;
 
 // Whether the running pass will execute this node: the query behind torch's
@@ -79,7 +80,8 @@ struct GradWatch::State {
     if (!coming[i]) return;
     coming[i] = 0;
     if (bucket_of.empty()) {
-      if (++hooks_run % kLookEvery == 0) progress();
+      ++hooks_run;
+      if (hooks_run < kLookEvery || hooks_run % kLookEvery == 0) progress();
       return;
     }
     const int32_t place = bucket_of[i];

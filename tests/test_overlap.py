@@ -1,0 +1,312 @@
+"""Buckets leave while backward runs, on an early answer about presence that can be wrong.
+
+Every way in which it can be wrong is compared with one process of torch.optim.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from play import worlds
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from world import rank_device, run_world
+
+import dynzero
+from dynzero._C import GradWatch
+
+SIZES = (5, 33, 7, 64)
+OPTIONS = dict(lr=0.1, weight_decay=0.1)
+
+
+class Withheld(torch.autograd.Function):
+    """Passes x on; in backward gives w no gradient, although the graph lists it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        return x + 0 * w.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class Step(torch.autograd.Function):
+    """Passes x on; in backward calls something first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.call()
+        return grad, None
+
+
+def parameters(device: Any = "cpu") -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(n).to(device)) for n in SIZES]
+
+
+def build(params: list[nn.Parameter], **options: Any) -> dynzero.ZeroOptimizer:
+    options = {"stage": 2, "bucket_bytes": 1, "fused": False, **OPTIONS, **options}
+    named = [(f"p{i}", p) for i, p in enumerate(params)]
+    return dynzero.ZeroOptimizer(named, torch.optim.AdamW, **options)
+
+
+def chain(params: list[nn.Parameter], factor: float, x: Tensor | None = None) -> Tensor:
+    """Uses the parameters in order, so that backward reaches the last one first."""
+    total = params[0].new_zeros(()) if x is None else x
+    for p in params:
+        total = total + factor * (p * p.detach().cos()).sum() + 0 * total
+    return total
+
+
+def same(params: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(params, expected, strict=True))
+
+
+def oracle_step(
+    params: list[nn.Parameter], optimizer: torch.optim.Optimizer, grads: list[Tensor | None]
+) -> None:
+    for p, g in zip(params, grads, strict=True):
+        p.grad = g
+    optimizer.step()
+
+
+def mean_grads(factors: list[list[float | None]], divisors: list[int]) -> list[Tensor | None]:
+    """Averages of the gradients that chain() gives; factors [rank][param]."""
+    out: list[Tensor | None] = []
+    for i, p in enumerate(parameters()):
+        used = [f[i] for f in factors if f[i] is not None]
+        total = sum(f * p.detach().cos() for f in used) if used else None
+        out.append(None if total is None else total / divisors[i])
+    return out
+
+
+def sent_before_the_end(rank: int, world: int) -> tuple[list[Tensor], int, int]:
+    params = parameters(rank_device())
+    opt = build(params)
+    sent: list[int] = []
+    send = opt._mover.collective.all_to_all
+    opt._mover.collective.all_to_all = lambda *a: sent.append(1) or send(*a)
+
+    def pause() -> None:
+        # Long enough for the other ranks to announce their pass; a late answer is no error.
+        deadline = time.monotonic() + 20
+        while not opt._rounds._waits_for.ready() and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    early = 0
+
+    def count() -> None:
+        nonlocal early
+        early = len(sent)
+
+    x = Step.apply(chain(params[:1], rank + 1.0), count)
+    x = chain(params[1:2], rank + 1.0, x)
+    x = Step.apply(x, pause)
+    chain(params[2:], rank + 1.0, x).backward()
+    opt.step()
+    return [p.detach().cpu() for p in params], early, len(sent)
+
+
+@worlds(2, 3)
+def test_buckets_leave_while_backward_runs(world: int, backend: str) -> None:
+    results = run_world(world, sent_before_the_end, backend=backend)
+    params = parameters()
+    factors = [[r + 1.0] * 4 for r in range(world)]
+    oracle_step(params, torch.optim.AdamW(params, **OPTIONS), mean_grads(factors, [world] * 4))
+    for got, early, sent in results:
+        assert sent == len(SIZES)
+        assert 0 < early < sent
+        if world == 2:
+            assert same(got, params)
+        assert same(got, results[0][0])
+
+
+def withdrawn(rank: int, world: int, average: str, real: tuple[int, ...]) -> tuple[Any, ...]:
+    params = parameters(rank_device())
+    opt = build(params, average=average)
+    actives, norms = [], []
+    for _ in range(2):
+        x = chain(params[:1], 1.0)
+        x = x + params[1].sum() if rank in real else Withheld.apply(x, params[1])
+        chain(params[2:], 1.0, x).backward()
+        norms.append(float(opt.grad_norm()))
+        opt.step()
+        actives.append(list(opt.last_step.active))
+        opt.zero_grad()
+    return [p.detach().cpu() for p in params], actives, norms, list(opt.full_state_dict()["state"])
+
+
+@worlds(2, 3)
+@pytest.mark.parametrize("average", ["world", "present"])
+@pytest.mark.parametrize("real", [(), (1,)])
+def test_a_withdrawn_gradient_is_not_present(
+    world: int, backend: str, average: str, real: tuple[int, ...]
+) -> None:
+    results = run_world(world, withdrawn, average, real, backend=backend)
+    params = parameters()
+    reference = torch.optim.AdamW(params, **OPTIONS)
+    ones = torch.ones(SIZES[1])
+    for _ in range(2):
+        x = chain(params, 1.0)
+        grads = list(torch.autograd.grad(x, params))
+        mean = ones / (len(real) if average == "present" else world) if real else None
+        oracle_step(params, reference, [grads[0], mean, *grads[2:]])
+        norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+    names = ["p0", "p1", "p2", "p3"] if real else ["p0", "p2", "p3"]
+    for got, actives, norms, keys in results:
+        assert actives == [names, names]
+        assert keys == [int(name[1]) for name in names]
+        assert norms[1] == pytest.approx(float(norm), rel=1e-6)
+        for p, q in zip(got, params, strict=True):
+            torch.testing.assert_close(p, q.detach(), rtol=1e-5, atol=1e-6)
+        if not real:
+            assert torch.equal(got[1], parameters()[1]), "untouched, bit for bit"
+
+
+def late(rank: int, world: int, stage: int) -> list[Tensor]:
+    params = parameters(rank_device())
+    opt = build(params, stage=stage)
+    for i in range(3):
+        x = torch.ones((), device=rank_device(), requires_grad=True)
+        # On rank 0 the last parameter comes once more, from inside, when its bucket has left; the
+        # second comes only from inside, so that this rank never announced it.
+        if rank == 0:
+            x = checkpoint(lambda x: x + chain(params[1:2], 2.0), x, use_reentrant=True)
+            x = checkpoint(lambda x: x + chain(params[3:], 3.0), x, use_reentrant=True)
+        elif i != 1:
+            x = chain(params[1:2], 5.0, x)
+        x = chain(params[:1] + params[2:], 1.0, x)
+        opt.backward(x)
+        opt.step()
+        opt.zero_grad()
+    return [p.detach().cpu() for p in params]
+
+
+@worlds(2, 3)
+def test_a_late_gradient_is_not_lost(world: int, backend: str) -> None:
+    results = run_world(world, late, 2, backend=backend)
+    params = parameters()
+    reference = torch.optim.AdamW(params, **OPTIONS)
+    for i in range(3):
+        total = chain(params[:1] + params[2:], float(world))
+        total = total + chain(params[3:], 3.0) + chain(params[1:2], 2.0)
+        if i != 1:
+            total = total + chain(params[1:2], 5.0 * (world - 1))
+        grads = torch.autograd.grad(total, params)
+        oracle_step(params, reference, [g / world for g in grads])
+    for got in results:
+        assert same(got, results[0])
+        for p, q in zip(got, params, strict=True):
+            torch.testing.assert_close(p, q.detach(), rtol=1e-5, atol=1e-6)
+
+
+def cut_short(rank: int, world: int, clear: bool) -> tuple[list[Tensor], list[str]]:
+    """Rank 1's backward raises on the way; it goes on with what has come, or clears, as all do."""
+    params = parameters(rank_device())
+    opt = build(params)
+
+    def fail() -> None:
+        raise RuntimeError("on the way")
+
+    x = chain(params[:2], 1.0 + rank)
+    if rank == 1:
+        x = Step.apply(x, fail)
+    x = chain(params[2:], 1.0 + rank, x)
+    try:
+        x.backward()
+    except RuntimeError as error:
+        assert "on the way" in str(error)
+    if clear:
+        opt.zero_grad()
+        chain(params, 2.0).backward()
+    opt.step()
+    return [p.detach().cpu() for p in params], list(opt.last_step.active)
+
+
+@worlds(2, 3)
+@pytest.mark.parametrize("clear", [True, False])
+def test_a_pass_cut_short_leaves_what_it_brought(world: int, backend: str, clear: bool) -> None:
+    results = run_world(world, cut_short, clear, backend=backend)
+    params = parameters()
+    factors: list[list[float | None]] = [[1.0 + r] * 4 for r in range(world)]
+    factors[1][:2] = None, None
+    if clear:
+        factors = [[2.0] * 4 for _ in range(world)]
+    oracle_step(params, torch.optim.AdamW(params, **OPTIONS), mean_grads(factors, [world] * 4))
+    for got, active in results:
+        assert active == ["p0", "p1", "p2", "p3"]
+        assert same(got, results[0][0])
+        for p, q in zip(got, params, strict=True):
+            torch.testing.assert_close(p, q.detach(), rtol=1e-5, atol=1e-6)
+
+
+def some_inputs(rank: int, world: int) -> tuple[list[Tensor], list[str], int]:
+    params = parameters(rank_device())
+    opt = build(params)
+    y = chain(params, 1.0)
+    torch.autograd.grad(y, params, retain_graph=True)
+    rounds = opt._window.rounds
+    y.backward(inputs=params[1:3])
+    opt.step()
+    return [p.detach().cpu() for p in params], list(opt.last_step.active), rounds
+
+
+def test_only_the_inputs_of_backward_are_announced() -> None:
+    params = parameters()
+    oracle_step(
+        params,
+        torch.optim.AdamW(params, **OPTIONS),
+        mean_grads([[None, 1.0, 1.0, None]], [1] * 4),
+    )
+    for got, active, rounds in run_world(2, some_inputs):
+        assert active == ["p1", "p2"]
+        assert rounds == 0, "torch.autograd.grad leaves no gradients to reduce"
+        assert same(got, params)
+
+
+def test_grad_watch_counts_buckets_down() -> None:
+    params = parameters()
+    events: list[Any] = []
+    announced = torch.empty(1, dtype=torch.uint8)
+
+    def meet(task: int) -> bool:
+        watch.begin(announced)
+        watch.plan(torch.tensor([1, 1, -1, 0], dtype=torch.int32), 2)
+        events.append((announced.item(), watch.filled(0), watch.filled(1)))
+        return True
+
+    watch = GradWatch(meet, lambda: events.append((watch.filled(0), watch.filled(1))))
+    for p, hook in zip(params, watch.add(params), strict=True):
+        p.register_post_accumulate_grad_hook(hook)
+    chain(params[:2] + params[3:], 1.0).backward()
+    assert events == [(0b1011, False, False), (True, False), (True, True)]
+    watch.end()
+    watch.paused = True
+    chain(params, 1.0).backward()
+    assert len(events) == 3
+    watch = None
+    chain(params, 1.0).backward()
+    assert len(events) == 3
+
+
+def test_grad_watch_refuses_tables_of_another_size() -> None:
+    watch = GradWatch(lambda task: True, lambda: None)
+    watch.add(parameters())
+    with pytest.raises(RuntimeError, match=r"expected bits contiguous uint8 \[1\] on cpu, got"):
+        watch.begin(torch.empty(2, dtype=torch.uint8))
+    with pytest.raises(RuntimeError, match=r"expected bucket_of contiguous int32 \[4\] on cpu"):
+        watch.plan(torch.zeros(3, dtype=torch.int32), 1)
+    with pytest.raises(RuntimeError, match="expected places below 1, got 1"):
+        watch.plan(torch.ones(4, dtype=torch.int32), 1)
+    with pytest.raises(RuntimeError, match="expected a list of tensors, got a int"):
+        watch.add([1])
