@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from . import construction, norms, presence, reduction, state
 from .construction import Options
+from .discard import Discards
 from .layout import build_layout
 from .loss_scale import ScaleState
 from .ops import STATUS_FIELDS, ops
@@ -112,6 +113,8 @@ class ZeroOptimizer(Optimizer):
 
     def _start(self) -> None:
         self._iteration, self._window_number = 0, 0
+        self._discards = Discards(self._control.world)
+        self._in_backward = False  # also after a backward() that raised
         self._plans: dict[tuple[bytes, bytes, bool], Plan] = {}
         self._mean_over_present = construction.mean_over_present(self.param_groups, self._layout)
         self._window = Window(self._layout, self._device)
@@ -162,6 +165,7 @@ class ZeroOptimizer(Optimizer):
             self.last_step.present = grads.present
             self._outcomes.follow(self.last_step, grads.status, self._scale.tensor)
         self._end_window()
+        self._discards = Discards(self._control.world)
 
     def _check(self, grads: Gradients) -> Tensor:
         """Norm, non-finite flag, clip factor, step counts and loss scale, all on the device."""
@@ -207,19 +211,19 @@ class ZeroOptimizer(Optimizer):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """`scale(loss).backward(**kwargs)`."""
+        self._in_backward = True
         self.scale(loss).backward(**kwargs)
+        self._in_backward = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the window: gradients in `p.grad`, and in stage 2 what was reduced of them.
 
         set_to_none=False leaves zeros where there was a gradient, as torch: those parameters stay
-        present, and moments and weight decay go on moving them.
+        present, and moments and weight decay go on moving them. Waits for nobody, and need not be
+        called by ranks that have no gradient.
         """
-        if self._rounds is not None:
-            self._rounds.finish()
-            if self._window.used:
-                self._end_window()
         super().zero_grad(set_to_none)
+        presence.discard(self)
         if set_to_none:
             self._touched.zero_()
         elif self._rounds is not None:

@@ -15,11 +15,20 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from . import construction, norms, reduction, state
+from .discard import lost, settle
 from .plan import bit_mask
 from .reduced import Local
 from .rounds import Pass, Waitable
-from .transports.control import Action, Agreed, Message, first_difference
-from .window import Window, run
+from .transports.control import (
+    COMPLAINT,
+    LOST,
+    Action,
+    Agreed,
+    Exchange,
+    Message,
+    first_difference,
+)
+from .window import run
 
 if TYPE_CHECKING:
     from .optimizer import ZeroOptimizer
@@ -42,16 +51,22 @@ class Fingerprint:
 
 
 def message(
-    opt: ZeroOptimizer, action: Action, complaint: Exception | None, detail: tuple[float, float]
+    opt: ZeroOptimizer,
+    action: Action,
+    complaint: Exception | None,
+    detail: tuple[float, float] = NO_DETAIL,
+    when: tuple[int, int] | None = None,
 ) -> Message:
+    """when: clears and given_up of a message that may be sent later than it is due."""
     return Message(
         opt._iteration,
         opt._window_number,
         opt._window.rounds,
         action,
         opt._fingerprint.of(opt.param_groups) if opt._control.world > 1 else 0,
-        int(complaint is not None),
+        0 if complaint is None else COMPLAINT,
         int(bool(opt._window.withdrawn().any())),
+        *(when or opt._discards.now),
         detail,
     )
 
@@ -105,6 +120,7 @@ def agree(
 ) -> tuple[Local, Agreed]:
     """Meet all ranks at `action`, taking part in the others' rounds until they arrive."""
     with record_function("dynzero::presence"):
+        opt._in_backward = False
         if opt._rounds is not None:
             opt._rounds.finish()
         local, complaint = read(opt)
@@ -113,16 +129,24 @@ def agree(
         bits = message_bits(opt, local.bits)
         while True:
             mine = message(opt, action, complaint, detail)
+            if opt._discards.lost:
+                raise tell(opt, mine, bits)
             agreed = opt._control.exchange(mine, bits)
-            judge(opt, agreed, complaint)
+            if judge(opt, agreed, complaint):
+                continue
             if not agreed.any_at(Action.ROUND):
-                settle(opt, mine, agreed)
+                take_back(opt, mine, agreed)
                 return local, agreed
             take_part(opt, agreed)
 
 
-def judge(opt: ZeroOptimizer, agreed: Agreed, complaint: Exception | None) -> None:
-    """Raise, on every rank alike, what these messages show to be wrong."""
+def judge(opt: ZeroOptimizer, agreed: Agreed, complaint: Exception | None) -> bool:
+    """Raise, on every rank alike, what these messages show to be wrong.
+
+    True if a window was given up, so that the ranks that go on must announce again.
+    """
+    if settle(opt, agreed):
+        return True
     if any(m.trouble for m in agreed.messages):
         opt._control.raise_together(complaint)
     difference = first_difference(agreed.messages, opt._control.ranks)
@@ -135,14 +159,19 @@ def judge(opt: ZeroOptimizer, agreed: Agreed, complaint: Exception | None) -> No
     elif active and len({m.fingerprint for m in agreed.messages}) > 1:
         # A rank that has joined no longer runs its scheduler, but still updates its pieces.
         construction.adopt_options(opt, active[0], opt._control.rank not in active)
+    return False
 
 
 def take_part(opt: ZeroOptimizer, agreed: Agreed) -> None:
     """Take part, with nothing, in the others' backward round."""
-    nothing, _ = opt._reader.read()
-    nothing.drop()
     opt._window.rounds += 1
-    run(reduction.reduce_round(opt, nothing, agreed.taking_part(Action.ROUND)))
+    run(reduction.reduce_round(opt, nothing(opt), agreed.round_bits()))
+
+
+def nothing(opt: ZeroOptimizer) -> Local:
+    local, _ = opt._reader.read()
+    local.drop()
+    return local
 
 
 # Note [Withdrawn]
@@ -154,7 +183,7 @@ def take_part(opt: ZeroOptimizer, agreed: Agreed) -> None:
 # either, the next call that reduces takes it back, on all ranks: it was not present here.
 
 
-def settle(opt: ZeroOptimizer, mine: Message, agreed: Agreed) -> None:
+def take_back(opt: ZeroOptimizer, mine: Message, agreed: Agreed) -> None:
     """Clear the presence of gradients that some rank announced in this window, but never had."""
     if any(m.withdrawn for m in agreed.messages):
         opt._window.present &= ~opt._control.exchange(mine, opt._window.withdrawn()).bits
@@ -164,26 +193,77 @@ def open_pass(opt: ZeroOptimizer, watch: Any) -> tuple[Pass, Iterator[Waitable]]
     """Stage 2, first gradient of a backward pass: what it will bring, and the round for it."""
     local, complaint = read(opt)
     current = Pass(opt._reader, watch, local)
-    return current, round_of(opt, current, complaint)
+    return current, round_of(opt, current, complaint, opt._discards.now)
 
 
 def close_pass(opt: ZeroOptimizer, current: Pass) -> None:
+    opt._in_backward = False
     current.close()
     opt._touched |= current.bits
     opt._window.had |= current.bits
 
 
 @torch.no_grad()
-def round_of(opt: ZeroOptimizer, current: Pass, complaint: Exception | None) -> Iterator[Waitable]:
-    bits = current.announce()
-    mine = message(opt, Action.ROUND, complaint, NO_DETAIL)
-    exchange = opt._control.start(mine, message_bits(opt, bits))
-    opt._window.announced |= bits
+def round_of(
+    opt: ZeroOptimizer, current: Pass, complaint: Exception | None, when: tuple[int, int]
+) -> Iterator[Waitable]:
+    while when[0] > opt._discards.behind:
+        bits = current.announce()
+        mine = message(opt, Action.ROUND, complaint, when=when)
+        exchange = opt._control.start(mine, message_bits(opt, bits))
+        yield exchange
+        agreed = exchange.wait()
+        if judge(opt, agreed, complaint):
+            continue
+        ours = agreed.in_round()[opt._control.rank]
+        opt._window.rounds += 1
+        if ours:
+            opt._window.announced |= bits
+            opt._window.had |= current.bits
+        local = current if ours else nothing(opt)
+        yield from reduction.reduce_round(opt, local, agreed.round_bits())
+        if ours:
+            return
+
+
+def discard(opt: ZeroOptimizer) -> None:
+    """zero_grad(): what it discards of this window the others will learn from the next message."""
+    raised, opt._in_backward = opt._in_backward, False
+    if opt._rounds is None:
+        opt._discards.clear(raised)
+        return
+    announced = opt._rounds.cut_short()
+    raised |= announced
+    opt._discards.clear(raised or opt._rounds.pending or opt._window.used)
+    if raised and not announced:
+        opt._rounds.push(clear(opt, opt._discards.now))
+
+
+def clear(opt: ZeroOptimizer, when: tuple[int, int]) -> Iterator[Waitable]:
+    """Stage 2, after a backward that raised: answer the round that the others have announced."""
+    mine = message(opt, Action.CLEAR, None, when=when)
+    exchange = opt._control.start(mine, message_bits(opt, nothing(opt).bits))
     yield exchange
-    agreed = exchange.wait()
-    judge(opt, agreed, complaint)
-    opt._window.rounds += 1
-    yield from reduction.reduce_round(opt, current, agreed.taking_part(Action.ROUND))
+    settle(opt, exchange.wait())
+
+
+def tell(opt: ZeroOptimizer, mine: Message, bits: Tensor) -> RuntimeError:
+    """The error of a rank that counts on a window given up by another.
+
+    The others raise it when they next meet this rank, which does not wait for them: they may be
+    waiting for it somewhere else.
+    """
+
+    def heard(exchange: Exchange) -> Iterator[Waitable]:
+        yield exchange
+        exchange.wait()
+
+    exchange = opt._control.start(mine._replace(trouble=LOST), bits)
+    if opt._rounds is None:
+        exchange.wait()
+    else:
+        opt._rounds.push(heard(exchange))
+    return lost(opt)
 
 
 def shadow(opt: ZeroOptimizer) -> None:
@@ -193,15 +273,16 @@ def shadow(opt: ZeroOptimizer) -> None:
     while True:
         local, complaint = read(opt)
         local.drop()
-        mine = message(opt, Action.JOIN, complaint, NO_DETAIL)
+        mine = message(opt, Action.JOIN, complaint)
         agreed = opt._control.exchange(mine, message_bits(opt, local.bits))
-        judge(opt, agreed, complaint)
+        if any(m.trouble == LOST for m in agreed.messages):
+            lost(opt)  # not this rank's business, but it counts anew like all
+            continue
+        if judge(opt, agreed, complaint):
+            continue
         others = [m for m in agreed.messages if m.action is not Action.JOIN]
         if not others:
             return
-        if others[0].window != opt._window_number:  # they have discarded a window since
-            opt._window = Window(opt._layout, opt._device)
-            opt._window_number = others[0].window
         with torch.no_grad():
             follow(opt, local, mine, agreed, others[0])
 
@@ -210,7 +291,7 @@ def follow(opt: ZeroOptimizer, local: Local, mine: Message, agreed: Agreed, othe
     if agreed.any_at(Action.ROUND):
         take_part(opt, agreed)
         return
-    settle(opt, mine, agreed)
+    take_back(opt, mine, agreed)
     if other.action is Action.STEP:
         opt._perform_step(local, agreed)
     elif other.action is Action.GRAD_NORM:

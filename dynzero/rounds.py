@@ -189,12 +189,28 @@ class Rounds:
         self._advance(0.0)
         return True
 
-    def _end_pass(self) -> None:
+    def _end_pass(self) -> bool:
+        """The pass that is followed, if there is one, has ended."""
         current, self._current = self._current, None
         closer = self._close()
-        if current is not None and closer is not None:
-            with self._on_stream():
-                closer(current)
+        if current is None or closer is None:
+            return False
+        with self._on_stream():
+            closer(current)
+        return True
+
+    def cut_short(self) -> bool:
+        """Follow no pass any more. True if there was one whose end has not been seen."""
+        return self._end_pass()
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._queue)
+
+    def push(self, work: Iterator[Waitable]) -> None:
+        """Queue `work` and start it if its turn has come; waits for nobody."""
+        self._queue.append(work)
+        self._advance(0.0)
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         """CUDA: the stream of the rounds, after what the current one and the hooks' now hold."""

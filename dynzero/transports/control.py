@@ -38,6 +38,7 @@ class Action(IntEnum):
     STATE = 8  # full_state_dict()
     UNSCALE = 9
     LOAD = 10
+    CLEAR = 11  # zero_grad() after a backward that raised (stage 2)
 
 
 SPOKEN = {
@@ -51,32 +52,40 @@ SPOKEN = {
     Action.STATE: "full_state_dict()",
     Action.LOAD: "load_state_dict()",
     Action.UNSCALE: "GradScaler.unscale_()",
+    Action.CLEAR: "zero_grad()",
 }
+# Message.trouble: an error to report; or gradients of a window that another rank has given up.
+COMPLAINT, LOST = 1, 2
 
 
 class Message(NamedTuple):
-    """The fixed part of a message; `detail` holds the call's arguments as numbers."""
+    """The fixed part of a message; `detail` holds the call's arguments as numbers.
+
+    clears, given_up: zero_grad() calls since the last step, see Note [Giving up a window].
+    """
 
     iteration: int
     window: int
     round: int
     action: Action
     fingerprint: int
-    trouble: int  # 1 when the rank has an error to report
+    trouble: int
     withdrawn: int  # 1 when a gradient announced in this window has not come
+    clears: int
+    given_up: int
     detail: tuple[float, float]
 
     def pack(self) -> bytes:
-        return struct.pack(HEAD, *self[:7], *self.detail)
+        return struct.pack(MESSAGE, *self[:9], *self.detail)
 
 
-HEAD = "<7q2d"
-MESSAGE_BYTES = struct.calcsize(HEAD)
+MESSAGE = "<9q2d"
+MESSAGE_BYTES = struct.calcsize(MESSAGE)
 
 
 def unpack(raw: bytes) -> Message:
-    *head, a, b = struct.unpack(HEAD, raw)
-    return Message(head[0], head[1], head[2], Action(head[3]), head[4], head[5], head[6], (a, b))
+    n = struct.unpack(MESSAGE, raw)
+    return Message(n[0], n[1], n[2], Action(n[3]), n[4], n[5], n[6], n[7], n[8], (n[9], n[10]))
 
 
 class Agreed(NamedTuple):
@@ -85,10 +94,18 @@ class Agreed(NamedTuple):
     messages: list[Message]
     bits: Tensor
 
-    def taking_part(self, action: Action) -> Tensor:
-        """Presence of the ranks that are at `action`; the others contribute nothing."""
-        at = torch.tensor([m.action == action for m in self.messages])
-        return self.bits if bool(at.all()) else self.bits * at.to(torch.uint8).unsqueeze(1)
+    def in_round(self) -> list[bool]:
+        """The ranks whose backward round this is; the others take part with nothing.
+
+        Ranks that have cleared more often announce a later window: their turn comes next.
+        """
+        first = min(m.clears for m in self.messages if m.action is Action.ROUND)
+        return [m.action is Action.ROUND and m.clears == first for m in self.messages]
+
+    def round_bits(self) -> Tensor:
+        """Presence of the ranks in the round."""
+        taking_part = torch.tensor(self.in_round(), dtype=torch.uint8)
+        return self.bits * taking_part.unsqueeze(1)
 
     def any_at(self, action: Action) -> bool:
         return any(m.action == action for m in self.messages)
@@ -217,10 +234,7 @@ def first_difference(messages: Sequence[Message], names: Sequence[int]) -> str |
     base_rank, base = active[0] if active else named[0]
     for rank, m in named:
         joined = m.action is Action.JOIN
-        # A rank that has joined follows the others into a new window.
-        behind = joined and m.window < base.window and base.round == 0
-        same = m.window == base.window and m.round == base.round
-        if m.iteration != base.iteration or not (same or behind):
+        if m[:3] != base[:3]:
             return out_of_step(base_rank, base, rank, m)
         if joined and base.action in (Action.LOAD, Action.ADD_GROUP):
             return out_of_step(base_rank, base, rank, m)

@@ -1,0 +1,342 @@
+"""A rank that raises in backward, clears and goes on, or that just discards its gradients.
+
+If all ranks clear, all go on as if the window had never been; if one does not, every rank gets the
+same error, naming the rank that gave up, and can go on after zero_grad().
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import Replica
+from play import assert_same_bits, stages
+from scenario import Parameters, snapshot, weighted
+from test_cases_h_rounds import fails
+from torch import Tensor, nn
+from world import check_words, message_of, run_world
+
+import dynzero
+
+ADAMW = (torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.1})
+# Which parameters have a gradient when the backward raises.
+HAD = {"before any hook": [], "after some": ["b"], "after all": ["a", "b"], "forward": []}
+RAISING = [where for where in HAD if where != "forward"]  # in a backward, that is
+worlds = pytest.mark.parametrize("world", [2, 3])
+
+
+def two_params() -> Parameters:
+    return Parameters(a=torch.ones(5), b=torch.arange(1.0, 8.0))
+
+
+def loss_of(model: nn.Module, rank: int, number: int) -> Tensor:
+    """Gradients are integers, so that sums over ranks are exact."""
+    return weighted(model, {"a": 6.0 * (rank + number), "b": 6.0 * (rank - number)})
+
+
+def bad_loss(model: nn.Module, where: str) -> Tensor:
+    """Its backward meets b, then a, and raises before, between or after them."""
+    if where == "forward":
+        raise ArithmeticError("forward failed here")
+    x = torch.ones(1, requires_grad=True)
+    product = model.a * (fails(x) if where == "after all" else x)
+    if where == "after some":
+        product = fails(product)
+    loss = (product.sum() * model.b).sum()
+    return fails(loss) if where == "before any hook" else loss
+
+
+def adamw(model: nn.Module, stage: int) -> dynzero.ZeroOptimizer:
+    cls, options = ADAMW
+    return dynzero.ZeroOptimizer(model.named_parameters(), cls, stage=stage, fused=False, **options)
+
+
+def train(
+    opt: dynzero.ZeroOptimizer, model: nn.Module, rank: int, numbers: list[int], micros: int = 1
+) -> None:
+    for number in numbers:
+        for micro in range(micros):
+            opt.backward(loss_of(model, rank, number + micro))
+        opt.step()
+        opt.zero_grad()
+
+
+def oracle(world: int, numbers: list[int], stage: int, micros: int = 1) -> dict[str, Tensor]:
+    model = two_params()
+    replica = Replica(model, model.named_parameters(), *ADAMW, world=world, by_round=stage == 2)
+    for number in numbers:
+        replica.collect(
+            [
+                [partial(loss_of, model, rank, number + micro) for micro in range(micros)]
+                for rank in range(world)
+            ]
+        )
+        replica.step()
+    return snapshot(model)
+
+
+def attempt(opt: dynzero.ZeroOptimizer, model: nn.Module, where: str, plain: bool = False) -> None:
+    """The backward (or forward) that raises; what it has left behind is as `HAD` says."""
+    empty = all(p.grad is None for p in model.parameters())
+    try:
+        loss = bad_loss(model, where)
+        if plain:
+            loss.backward()
+        else:
+            opt.backward(loss)
+    except ArithmeticError:
+        if empty:
+            had = [name for name, p in model.named_parameters() if p.grad is not None]
+            assert had == HAD[where], had
+        return
+    raise AssertionError("the backward did not raise")
+
+
+def assert_equal(results: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
+    for rank, params in enumerate(results):
+        for name, value in expected.items():
+            assert_same_bits(params[name], value, f"rank {rank}, {name}")
+
+
+# All ranks clear.
+
+
+def all_clear(rank: int, world: int, stage: int, micros: int, plain: bool) -> dict[str, Tensor]:
+    """In every second batch rank 1 raises in its last backward; all learn of it and clear."""
+    model = two_params()
+    opt = adamw(model, stage)
+    for number in range(2 * len(HAD)):
+        bad = number % 2 == 0
+        for micro in range(micros):
+            if bad and rank == 1 and micro == micros - 1:
+                attempt(opt, model, list(HAD)[number // 2], plain)
+                opt.zero_grad()
+            else:
+                opt.backward(loss_of(model, rank, number + micro))
+        trouble = torch.tensor(float(bad and rank == 1))
+        dist.all_reduce(trouble)  # of the user: nobody may wait for the others in zero_grad()
+        if trouble:
+            if rank != 1:
+                opt.zero_grad()
+            continue
+        opt.step()
+        opt.zero_grad()
+    return snapshot(model)
+
+
+@stages
+@worlds
+@pytest.mark.parametrize("micros", [1, 2])
+@pytest.mark.parametrize("plain", [True, False])
+def test_all_clear_after_one_raised(world: int, stage: int, micros: int, plain: bool) -> None:
+    results = run_world(world, all_clear, stage, micros, plain)
+    assert_equal(results, oracle(world, [1, 3, 5, 7], stage, micros))
+
+
+def uneven_discard(rank: int, world: int, stage: int, regular: bool) -> dict[str, Tensor]:
+    """Rank r has r backwards and discards them, three windows in a row; then all train."""
+    model = two_params()
+    opt = adamw(model, stage)
+    train(opt, model, rank, [0])
+    for number in range(3):
+        if regular:
+            opt.zero_grad()  # a loop that clears at its start, too
+        for micro in range(rank):
+            opt.backward(loss_of(model, rank, 10 + number + micro))
+        opt.zero_grad()
+    train(opt, model, rank, [1, 2])
+    return snapshot(model)
+
+
+@stages
+@worlds
+@pytest.mark.parametrize("regular", [True, False])
+def test_uneven_backwards_are_discarded(world: int, stage: int, regular: bool) -> None:
+    results = run_world(world, uneven_discard, stage, regular)
+    assert_equal(results, oracle(world, [0, 1, 2], stage))
+
+
+def others_have_no_data(rank: int, world: int, stage: int) -> dict[str, Tensor]:
+    """Only rank 1 has a backward, and gives it up: nobody else has anything to clear."""
+    model = two_params()
+    opt = adamw(model, stage)
+    for number, where in enumerate(RAISING):
+        train(opt, model, rank, [number])
+        if rank == 1:
+            attempt(opt, model, where)
+            opt.zero_grad()
+        opt.step()
+        assert not opt.last_step.stepped
+    return snapshot(model)
+
+
+@stages
+@worlds
+def test_ranks_without_gradients_need_not_clear(world: int, stage: int) -> None:
+    results = run_world(world, others_have_no_data, stage)
+    assert_equal(results, oracle(world, [0, 1, 2], stage))
+
+
+# Some ranks do not clear.
+
+
+def some_do_not_clear(
+    rank: int, world: int, stage: int, micros: int, goes_on: str
+) -> tuple[list[str], list[dict[str, Tensor]]]:
+    """Rank 1 clears and goes on to step() or to its next batch; the others call step()."""
+    model = two_params()
+    opt = adamw(model, stage)
+    messages, params = [], []
+
+    def go_on() -> None:
+        if rank == 1 and goes_on == "next batch":
+            opt.backward(loss_of(model, rank, 8))
+        opt.step()
+
+    for number, where in enumerate(RAISING):
+        for micro in range(micros - 1):
+            opt.backward(loss_of(model, rank, 7 + micro))
+        if rank == 1:
+            attempt(opt, model, where)
+            opt.zero_grad()
+        else:
+            opt.backward(loss_of(model, rank, 9))
+        messages.append(message_of(RuntimeError, go_on))
+        params.append(snapshot(model))
+        opt.zero_grad()
+        train(opt, model, rank, [number, number + 1], micros)
+        params.append(snapshot(model))
+    return messages, params
+
+
+@stages
+@worlds
+@pytest.mark.parametrize("micros", [1, 2])
+@pytest.mark.parametrize("goes_on", ["step", "next batch"])
+def test_who_does_not_clear_gets_the_same_error_as_all(
+    world: int, stage: int, micros: int, goes_on: str
+) -> None:
+    results = run_world(world, some_do_not_clear, stage, micros, goes_on)
+    for k, messages in enumerate(zip(*(texts for texts, _ in results), strict=True)):
+        assert len(set(messages)) == 1
+        words = ["out of step", "rank 1 gave up", f"iteration {2 * k}", "rank 0"]
+        check_words(messages[0], words)
+    for k in range(2 * len(RAISING)):  # by turns after an error and after two good steps
+        numbers = [0, 1, 1, 2, 2, 3][: 2 * ((k + 1) // 2)]
+        assert_equal([params[k] for _, params in results], oracle(world, numbers, stage, micros))
+
+
+def waits_elsewhere(rank: int, world: int, where: str) -> tuple[str, dict[str, Tensor]]:
+    """Stage 2. Rank 1 clears and waits for the others in a collective of the user."""
+    model = two_params()
+    opt = adamw(model, 2)
+    message = ""
+    if rank == 1:
+        attempt(opt, model, where)
+        opt.zero_grad()
+    else:
+        opt.backward(loss_of(model, rank, 9))
+        message = message_of(RuntimeError, opt.step)
+        opt.zero_grad()
+    dist.barrier()
+    if rank == 1:
+        message = message_of(RuntimeError, opt.step)
+        opt.zero_grad()
+    dist.barrier()
+    train(opt, model, rank, [1])
+    return message, snapshot(model)
+
+
+@worlds
+@pytest.mark.parametrize("where", RAISING)
+def test_the_error_does_not_wait_for_the_rank_that_gave_up(world: int, where: str) -> None:
+    results = run_world(world, waits_elsewhere, where)
+    assert len({message for message, _ in results}) == 1
+    check_words(results[0][0], ["out of step", "rank 1 gave up"])
+    assert_equal([params for _, params in results], oracle(world, [1], 2))
+
+
+def discard_alone(rank: int, world: int, stage: int) -> tuple[str, dict[str, Tensor]]:
+    """Nothing raises, but rank 1 clears its gradients where the others count theirs."""
+    model = two_params()
+    opt = adamw(model, stage)
+    opt.backward(loss_of(model, rank, 4))
+    if rank == 1:
+        opt.zero_grad()
+    message = message_of(RuntimeError, opt.step) if stage == 2 else opt.step() or ""
+    opt.zero_grad()
+    return message, snapshot(model)
+
+
+@worlds
+def test_stage_2_refuses_a_window_that_one_rank_has_discarded(world: int) -> None:
+    results = run_world(world, discard_alone, 2)
+    assert len({message for message, _ in results}) == 1
+    check_words(results[0][0], ["out of step", "rank 1 gave up", "zero_grad()"])
+    assert_equal([params for _, params in results], snapshot(two_params()))
+
+
+@worlds
+@pytest.mark.parametrize("stage", [0, 1])
+def test_stages_0_and_1_count_what_is_in_grad(world: int, stage: int) -> None:
+    model = two_params()
+    replica = Replica(model, model.named_parameters(), *ADAMW, world=world)
+    replica.collect([[partial(loss_of, model, r, 4)] if r != 1 else [] for r in range(world)])
+    replica.step()
+    results = run_world(world, discard_alone, stage)
+    assert_equal([params for _, params in results], snapshot(model))
+
+
+def one_has_joined(rank: int, world: int, stage: int) -> tuple[str, dict[str, Tensor]]:
+    """Rank 2 is out of data; rank 1 raises, rank 0 does not clear; both recover."""
+    model = two_params()
+    opt = adamw(model, stage)
+    message = ""
+    with opt.join():
+        if rank < 2:
+            if rank == 1:
+                attempt(opt, model, "after some")
+                opt.zero_grad()
+            else:
+                opt.backward(loss_of(model, rank, 9))
+            message = message_of(RuntimeError, opt.step)
+            opt.zero_grad()
+            train(opt, model, rank, [1])
+    return message, snapshot(model)
+
+
+@stages
+def test_a_joined_rank_follows_through_the_error(stage: int) -> None:
+    results = run_world(3, one_has_joined, stage)
+    check_words(results[0][0], ["rank 1 gave up", "rank 0"])
+    assert results[0][0] == results[1][0]
+    model = two_params()
+    replica = Replica(model, model.named_parameters(), *ADAMW, world=3)
+    replica.collect([[partial(loss_of, model, rank, 1)] for rank in range(2)])
+    replica.step()
+    assert_equal([params for _, params in results], snapshot(model))
+
+
+def other_numbers_of_clears(rank: int, world: int, stage: int) -> dict[str, Tensor]:
+    """zero_grad() where there is nothing to clear is nobody's business, however often."""
+    model = two_params()
+    opt = adamw(model, stage)
+    for number in range(3):
+        for _ in range(rank + number):
+            opt.zero_grad()
+        opt.backward(loss_of(model, rank, number))
+        opt.step()
+        if rank:
+            opt.zero_grad()
+        else:
+            model.zero_grad()
+    return snapshot(model)
+
+
+@stages
+@worlds
+def test_clearing_nothing_may_differ_between_ranks(world: int, stage: int) -> None:
+    results = run_world(world, other_numbers_of_clears, stage)
+    assert_equal(results, oracle(world, [0, 1, 2], stage))
