@@ -15,10 +15,11 @@ from .transports.control import Action
 class GradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler for a ZeroOptimizer: scale, unscale_, clip, step, update as usual.
 
-    A gradient that is not finite on any rank makes all ranks skip the step and back off. `unscale_`
-    and `step` are collective. Use it with a ZeroOptimizer that has `loss_scale=None`; the optimizer
-    can scale by itself (`loss_scale="dynamic"`), which needs no host wait and is faster.
-    Raises ValueError for an optimizer with a loss scale of its own, RuntimeError as torch does.
+    A gradient that is not finite on any rank makes all ranks skip the step and back off, also one
+    that comes after `unscale_`. `unscale_` and `step` are collective. Use it with a ZeroOptimizer
+    that has `loss_scale=None`; the optimizer can scale by itself (`loss_scale="dynamic"`), which
+    needs no host wait and is faster. Raises ValueError for an optimizer with a loss scale of its
+    own, RuntimeError as torch does.
     """
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -52,7 +53,16 @@ class GradScaler(torch.amp.GradScaler):
         if not isinstance(optimizer, ZeroOptimizer):
             return super().step(optimizer, *args, **kwargs)
         optimizer._agreed_scaler = True
+        before = optimizer.last_step
         try:
-            return super().step(optimizer, *args, **kwargs)
+            result = super().step(optimizer, *args, **kwargs)
         finally:
             optimizer._agreed_scaler = False
+        last = optimizer.last_step
+        if self._enabled and last is not None and last is not before and last.found is not None:
+            # The optimizer has looked again, at what came after unscale_ too.
+            found = last.found.to(torch.float32)
+            self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {
+                found.device: found
+            }
+        return result

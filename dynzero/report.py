@@ -49,6 +49,11 @@ class LastStep:
         return dict(zip(STATUS_FIELDS, self._status.tolist(), strict=True))
 
     @property
+    def found(self) -> Tensor | None:
+        """Above 0 if the step was skipped for a non-finite gradient; on the device, 0-dim."""
+        return None if self._status is None else self._status[STATUS_FIELDS["found"]]
+
+    @property
     def stepped(self) -> bool:
         return self._status is not None and not self._values["found"]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from play import stages
-from scenario import Parameters
-from world import message_of, run_world
+from play import assert_close, assert_same_bits, assert_states_equal, stages, worlds
+from scenario import Parameters, snapshot, state_by_name
+from world import message_of, rank_device, run_world
 
 import dynzero
 
@@ -196,6 +196,59 @@ def test_grad_scaler_agrees_across_ranks(world: int, stage: int) -> None:
         assert [result["norms"][i] for i in (0, 2, 3)] == pytest.approx([norm] * 3, rel=1e-6)
         assert result["a"].tolist() == pytest.approx([1 - 3 * 0.5 * mean * clip] * 4, rel=1e-5)
         assert result["b"].tolist() == pytest.approx([1 - 3 * 0.5 * clip] * 3, rel=1e-5)
+
+
+def late_inf(rank: int, world: int, stage: int, how: str) -> dict[str, Any]:
+    """In step 1 the last rank gets an inf or nan in `b` after unscale_, in step 2 before it."""
+    device = rank_device()
+    model = model_ab().to(device)
+    opt = dynzero.ZeroOptimizer(model.named_parameters(), torch.optim.AdamW, lr=0.1, stage=stage)
+    scaler = dynzero.GradScaler(device.type, init_scale=8.0, growth_interval=2)
+    scale, stepped, params, states = [], [], [], []
+    for step in range(6):
+        bad = rank == world - 1
+        loss = model.a.sum() + (model.b * factor(bad and step == 2)).sum()
+        scaler.scale(loss).backward()
+        scaler.unscale_(opt)
+        if how == "backward" and step == 1:
+            scaler.scale((model.b * factor(bad)).sum()).backward()
+        elif how == "by hand" and step == 1 and bad:
+            model.b.grad = torch.full_like(model.b, float("nan"))
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        scale.append(scaler.get_scale())
+        stepped.append(opt.counters["taken"])
+        params.append(snapshot(model))
+        states.append(state_by_name(opt.full_state_dict()))
+    return {"scale": scale, "taken": stepped, "params": params, "states": states}
+
+
+@stages
+@worlds(1, 2)
+@pytest.mark.parametrize("how", ["backward", "by hand"])
+def test_grad_scaler_backs_off_for_an_inf_after_unscale(
+    world: int, backend: str, stage: int, how: str
+) -> None:
+    """torch's own would step with it, its scale none the wiser."""
+    expected = model_ab()
+    plain = torch.optim.AdamW(expected.parameters(), lr=0.1)
+    wanted = []
+    for step in range(6):
+        if step not in (1, 2):
+            (expected.a.sum() + expected.b.sum()).backward()
+            plain.step()
+            plain.zero_grad()
+        wanted.append(snapshot(expected))
+    for result in run_world(world, late_inf, stage, how, backend=backend):
+        assert result["scale"] == [8, 4, 2, 2, 4, 4]
+        assert result["taken"] == [1, 1, 1, 2, 3, 4]
+        for ours, theirs in zip(result["params"], wanted, strict=True):
+            for name, value in theirs.items():
+                assert_close(ours[name], value, name)
+        for skipped in (1, 2):
+            before, after = result["states"][skipped - 1 : skipped + 1]
+            assert_states_equal(after, before, assert_same_bits)
 
 
 def stock_scaler(rank: int, world: int, stage: int) -> str:
