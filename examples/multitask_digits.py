@@ -20,6 +20,7 @@ import sklearn.datasets
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from ranks import gather, get_rank, get_world_size, start_ranks
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from tqdm import tqdm, trange
@@ -174,36 +175,6 @@ def part_of(name: str) -> str:
 
 def flatten(model: nn.Module) -> Tensor:
     return nn.utils.parameters_to_vector(model.parameters()).detach()
-
-
-def start_ranks() -> torch.device:
-    """Joins the ranks that torchrun started; returns this rank's device. One process: no group."""
-    torch.set_num_threads(1)  # these layers are too small to share among threads
-    device = torch.device("cpu")
-    if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return device
-
-
-def get_rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def get_world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def gather(values: Tensor, world_size: int) -> Tensor:
-    """Every rank's `values` [n] on every rank, as [world size, n] on the CPU."""
-    rows = [torch.empty_like(values) for _ in range(world_size)]
-    if world_size > 1:
-        dist.all_gather(rows, values)
-    else:
-        rows[0] = values
-    return torch.stack(rows).cpu()
 
 
 def report(data: Digits, run: Run, tasks: list[list[str]], difference: float, bound: float) -> int:
