@@ -1,4 +1,4 @@
-"""Command line of the benchmarks: `python -m bench {kernels,step,report} --help`."""
+"""Command line of the benchmarks: `python -m bench {kernels,step,train,report} --help`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from . import results
 from .machine import BenchError, choose_device, describe
@@ -21,18 +24,27 @@ def parser() -> argparse.ArgumentParser:
         ("step", "whole optimizer steps against torch, FSDP2 and DeepSpeed; also under torchrun"),
     ):
         sub = commands.add_parser(name, help=about, description=about)
-        sub.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
-        sub.add_argument("--quick", action="store_true", help="under 60 s; not for publication")
+        add_common(sub)
         sub.add_argument("--fit", action="store_true", help="leave out what needs more memory")
-        sub.add_argument("--output", type=Path, help="JSON file; default under bench/results/")
         sub.add_argument(
             "--filter", action="append", default=[], metavar="NAME",
             help=f"only these; may be repeated. kernels: {', '.join(OPS)}; step: fp32, fp16, bf16",
         )  # fmt: skip
+    about = "training iterations of a multi-task model against DDP, FSDP2 and DeepSpeed"
+    sub = commands.add_parser("train", help=about, description=f"{about}; starts its own ranks")
+    add_common(sub)
+    sub.add_argument("--gpus", type=int, metavar="N", help="ranks; default all GPUs, on a CPU 2")
+    sub.add_argument("--only", metavar="IMPL,IMPL", help="only these implementations")
     about = "the page and plots of everything under bench/results/"
     sub = commands.add_parser("report", help=about, description=about)
     sub.add_argument("--results", type=Path, default=results.RESULTS, help="folder of JSON files")
     return top
+
+
+def add_common(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    sub.add_argument("--quick", action="store_true", help="under 60 s; not for publication")
+    sub.add_argument("--output", type=Path, help="JSON file; default under bench/results/")
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -52,8 +64,37 @@ def measure(args: argparse.Namespace) -> None:
         rows, ceiling = step.run(device, quick=args.quick, fit=args.fit, wanted=args.filter)
     if os.environ.get("RANK", "0") != "0":
         return
+    save(args, args.filter, machine, rows, ceiling)
+
+
+def measure_training(args: argparse.Namespace) -> None:
+    from . import train
+
+    device = choose_device(args.device)
+    world = choose_world(args.gpus, device)
+    if device.type == "cpu" and not args.quick:
+        raise BenchError("--device cpu: the model is too large for it; add --quick")
+    only = args.only.split(",") if args.only else []
+    rows = train.run(device, world=world, quick=args.quick, only=only)
+    machine = describe(device)
+    machine["gpus"] = world if device.type == "cuda" else 0
+    save(args, only, machine, rows, None)
+
+
+def choose_world(wanted: int | None, device: torch.device) -> int:
+    gpus = torch.cuda.device_count() if device.type == "cuda" else None
+    world = (gpus or 2) if wanted is None else wanted
+    if world < 1 or (gpus is not None and world > gpus):
+        most = "at least 1" if gpus is None else f"1 to {gpus}, the GPUs there are"
+        raise BenchError(f"--gpus {world}: expected {most}")
+    return world
+
+
+def save(
+    args: argparse.Namespace, chosen: list[str], machine: Any, rows: Any, ceiling: Any
+) -> None:
     path = args.output
-    if path is None and (args.quick or args.filter):
+    if path is None and (args.quick or chosen):
         print("not saved: a quick or filtered run is saved where --output says")
         return
     path = path or results.default_output(machine, args.command)
@@ -68,6 +109,8 @@ def main(arguments: list[str] | None = None) -> int:
             from .report import write_report
 
             print(write_report(args.results))
+        elif args.command == "train":
+            measure_training(args)
         else:
             measure(args)
     except BenchError as error:

@@ -11,6 +11,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
 from .targets import Row, pack  # noqa: E402
+from .train_report import iteration_bars, share_lines  # noqa: E402
 
 WIDTH, HEIGHT, DPI = 7.0, 4.0, 120
 
@@ -20,12 +21,15 @@ def draw_plots(folder: Path, stem: str, content: dict[str, Any]) -> list[str]:
     rows = content["rows"]
     kernels = [row for row in rows if "op" in row]
     steps = [row for row in rows if row.get("impl") == "dynzero"]
+    train = [row for row in rows if row["bench"] == "train"]
     made = []
     for name, draw, some in (
         ("bandwidth", bandwidth, [r for r in kernels if r["case"]["active"] == 1]),
         ("active", active_fraction, [r for r in kernels if r["op"] == "pack_grads"]),
         ("ratios", kernel_ratios, [r for r in kernels if pack(r)]),
         ("step-ratios", step_ratios, steps),
+        ("iterations", iteration_bars, train),
+        ("shares", share_lines, [r for r in train if r["case"]["mode"] == "share"]),
     ):
         figure, axes = plt.subplots(figsize=(WIDTH, HEIGHT))
         if some and draw(axes, some, content["machine"]):

@@ -10,6 +10,7 @@ from typing import Any
 from .machine import BenchError
 from .results import where
 from .targets import Row, verdicts
+from .train_report import train_table
 
 
 def write_report(folder: Path) -> str:
@@ -44,7 +45,7 @@ def lines_of(files: dict[str, dict[str, Any]], plots: list[str]) -> list[str]:
         "# Results",
         "",
         "Written by `python -m bench report` from the JSON files beside it, which",
-        "`python -m bench kernels` and `python -m bench step` write. `ms`: median GPU time (CPU:",
+        "`python -m bench kernels`, `... step` and `... train` write. `ms`: median GPU time (CPU:",
         "wall time) of the op; `host`: microseconds until the call returns, tables built and",
         "uploaded; ratios: GPU time of the other over ours, above 1 means ours is faster.",
     ]
@@ -53,7 +54,8 @@ def lines_of(files: dict[str, dict[str, Any]], plots: list[str]) -> list[str]:
         lines += ["", f"## {stem}", "", machine_line(content["machine"]), ""]
         lines += target_table(content)
         lines += kernel_table([r for r in content["rows"] if "op" in r])
-        lines += step_table([r for r in content["rows"] if "impl" in r])
+        lines += step_table([r for r in content["rows"] if r["bench"] == "step"])
+        lines += train_table([r for r in content["rows"] if r["bench"] == "train"])
     return lines
 
 
@@ -65,9 +67,10 @@ def machine_line(machine: Row) -> str:
     speeds = ", ".join(f"{name} {speed:.0f}" for name, speed in limits.items())
     commit = (machine["commit"] or "unknown")[:12]
     dirty = "+dirty" if "+dirty" in (machine["commit"] or "") else ""
+    memory = f" Memory, GB/s: {speeds}." if speeds else ""
     return (
         f"{device}; torch {machine['torch']}, CUDA {machine['cuda']}; commit {commit}{dirty}; "
-        f"{machine['date']}. Memory, GB/s: {speeds}."
+        f"{machine['date']}.{memory}"
     )
 
 

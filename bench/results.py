@@ -92,14 +92,14 @@ def default_output(machine: dict[str, Any], bench: str) -> Path:
 
 
 def write(
-    path: Path, machine: dict[str, Any], rows: list[dict[str, Any]], ceiling: Ceiling
+    path: Path, machine: dict[str, Any], rows: list[dict[str, Any]], ceiling: Ceiling | None
 ) -> None:
+    """ceiling: None where nothing is compared with the memory's speed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    limits = {"copy": ceiling.copy, "read": ceiling.read, "fill": ceiling.fill}
-    content = {
-        "machine": {**machine, "gb_per_s": limits, "fastest": ceiling.names},
-        "rows": rows,
-    }
+    if ceiling is not None:
+        limits = {"copy": ceiling.copy, "read": ceiling.read, "fill": ceiling.fill}
+        machine = {**machine, "gb_per_s": limits, "fastest": ceiling.names}
+    content = {"machine": machine, "rows": rows}
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 

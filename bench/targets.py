@@ -84,6 +84,33 @@ def step(row: Row, dtype: str) -> bool:
     return bool(row.get("impl") == "dynzero" and case["dtype"] == dtype and case["world"] == 1)
 
 
+def train(row: Row, mode: str, stage: int | None = None, *, alone: bool = False) -> bool:
+    """A row of dynzero in `python -m bench train`; alone: on one GPU, else on several."""
+    case = row["case"]
+    return (
+        row.get("bench") == "train"
+        and row["impl"].startswith("dynzero")
+        and "error" not in row
+        and case["mode"] == mode
+        and stage in (None, case["stage"])
+        and (case["world"] == 1) == alone
+    )
+
+
+def deepspeed(row: Row) -> float | None:
+    return against(f"deepspeed_stage{row['case']['stage']}", "speedup")(row)
+
+
+def of_peers_peak(row: Row) -> float | None:
+    """Peak memory over that of the leanest peer of the same stage."""
+    peers = [
+        entry["peak_gib"]
+        for entry in row["baselines"].values()
+        if entry.get("stage") == row["case"]["stage"] and entry.get("peak_gib")
+    ]
+    return row["peak_gib"] / min(peers) if peers and row["peak_gib"] else None
+
+
 GPU = [
     Target("pack_grads, 16-bit to the same, 400 MB and more: of the copy",
            lambda r: same_half(r) and big(r) and r["case"]["tensors"] <= 580, of_ceiling, 0.96),
@@ -117,6 +144,26 @@ GPU = [
            lambda r: step(r, "fp16"), against("torch_amp_fused"), 1.6),
     Target("step, fp16: times faster than DeepSpeed stage 1",
            lambda r: step(r, "fp16"), against("deepspeed_stage1"), 6.0),
+    Target("training, all heads, stage 2: iterations times faster than DeepSpeed's",
+           lambda r: train(r, "all", 2), deepspeed, 4.0),
+    Target("training, all heads, stage 2: iterations times faster than FSDP2's",
+           lambda r: train(r, "all", 2), against("fsdp2", "speedup"), 4.0),
+    Target("training, all heads, stage 2: iterations times faster than DDP + ZeroRedundancy",
+           lambda r: train(r, "all", 2), against("ddp_zero_redundancy", "speedup"), 2.0),
+    Target("training, one head in turn: iterations times faster than DeepSpeed's",
+           lambda r: train(r, "turn"), deepspeed, 4.0),
+    Target("training, one head in turn: iteration over its share of the one with all heads",
+           lambda r: train(r, "turn"), lambda r: r.get("per_active"), 1.1, at_most=True),
+    Target("training, 10 % active: step and exposed communication over those with all active",
+           lambda r: train(r, "share") and r["case"]["active"] == 0.1, lambda r: r.get("of_full"),
+           0.15, at_most=True),
+    Target("training, one GPU, fp16: iterations times faster than DeepSpeed's",
+           lambda r: train(r, "all", alone=True), deepspeed, 5.0),
+    Target("training, one GPU, fp16: iterations times faster than AMP + fused AdamW",
+           lambda r: train(r, "all", alone=True), against("amp_adamw", "speedup"), 1 / 0.6),
+    Target("training: peak memory over the leanest peer's of the same stage",
+           lambda r: any(train(r, m, alone=a) for m in ("all", "turn") for a in (True, False)),
+           of_peers_peak, 1.0, at_most=True),
 ]  # fmt: skip
 CPU = [
     Target("pack_grads, fp32, 200 M elements: of copy_",
