@@ -37,11 +37,11 @@ def sums_in_place(opt: ZeroOptimizer, grads: Gradients) -> tuple[Tensor, Tensor]
     partials = torch.empty(table.own_chunks.numel(), dtype=torch.float64, device=device)
     sumsq = torch.empty(size, dtype=torch.float64, device=device)
     nonfinite = torch.zeros(size, dtype=torch.int32, device=device)
-    for bucket in grads.plan.buckets:
-        ops.check_shard(
-            table.rows, table.own_chunks[bucket.own], grads.ptrs, bucket.dtype,
-            partials[bucket.own], nonfinite,
-        )  # fmt: skip
+    parts = zip(
+        grads.plan.buckets, grads.plan.own_chunks, grads.plan.by_bucket(partials), strict=True
+    )
+    for bucket, chunks, sums in parts:
+        ops.check_shard(table.rows, chunks, grads.ptrs, bucket.dtype, sums, nonfinite)
     ops.fold_sums(table.rows, partials, False, 1, sumsq)
     return sumsq, nonfinite
 

@@ -20,6 +20,7 @@ from .table import COLUMNS, Table, make_table
 class Bucket(NamedTuple):
     """One flat buffer [world, stride]. Slices count rows and chunks of the plan's table."""
 
+    number: int  # its place among the plan's buckets
     wire: torch.dtype
     dtype: torch.dtype  # of the parameters, and of their gradients
     rows: slice
@@ -40,6 +41,22 @@ class Plan:
     offsets: tuple[int, ...]  # of each row's slot in its bucket, elements
     divisors: dict[int, int]  # ranks to average over, by parameter index
     num_params: int  # active or not
+
+    # Cut once for all steps: each slice costs microseconds.
+    @cached_property
+    def full_chunks(self) -> tuple[Tensor, ...]:
+        """`table.full_chunks` of each bucket."""
+        counts = [b.full.stop - b.full.start for b in self.buckets]
+        return tuple(self.table.full_chunks.split(counts))
+
+    @cached_property
+    def own_chunks(self) -> tuple[Tensor, ...]:
+        """`table.own_chunks` of each bucket."""
+        return self.by_bucket(self.table.own_chunks)
+
+    def by_bucket(self, values: Tensor) -> tuple[Tensor, ...]:
+        """Cut a tensor with one entry for each of `table.own_chunks`."""
+        return tuple(values.split([b.own.stop - b.own.start for b in self.buckets]))
 
     @cached_property
     def places(self) -> Tensor:
@@ -90,12 +107,19 @@ def make_plan(
     own = [*table.rows[:, COLUMNS["own_first"]].tolist(), table.own_chunks.numel()]
     buckets = []
     shard_numel: dict[torch.dtype, int] = {}
-    for (a, b), stride in zip(bounds, strides, strict=True):
+    for number, ((a, b), stride) in enumerate(zip(bounds, strides, strict=True)):
         wire, dtype = layout.classes[classes[a]]
         at = shard_numel.get(shard_dtype(dtype), 0)
         buckets.append(
             Bucket(
-                wire, dtype, slice(a, b), slice(full[a], full[b]), slice(own[a], own[b]), stride, at
+                number,
+                wire,
+                dtype,
+                slice(a, b),
+                slice(full[a], full[b]),
+                slice(own[a], own[b]),
+                stride,
+                at,
             )
         )
         shard_numel[shard_dtype(dtype)] = at + stride

@@ -182,7 +182,7 @@ class FusedShard(Shard):
         ops.update_shard(
             self.spec.kind,
             plan.table.rows,
-            plan.table.own_chunks[bucket.own],
+            plan.own_chunks[bucket.number],
             grads.ptrs,
             grads.dtype(bucket),
             self._device_table,

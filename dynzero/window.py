@@ -89,10 +89,11 @@ class Mover:
         accumulate = (window.ptrs != 0).to(torch.int64)
         window.claim(plan)
         complete = local.complete
-        tables = upload(torch.stack([local.ptrs[0], window.ptrs, accumulate]), self.device)
+        tables = upload(torch.stack([local.ptrs[0], window.ptrs, accumulate]), self.device).unbind()
         bits = upload(present.contiguous(), self.device)
         chunks = plan.table.own_chunks.numel()
         partials = torch.empty(chunks, dtype=torch.float64, device=self.device)
+        sums = plan.by_bucket(partials)
         waiting: deque[tuple[Bucket, Tensor, Work]] = deque()
         for place, bucket in enumerate(reversed(plan.buckets)):
             if not complete:
@@ -101,11 +102,11 @@ class Mover:
                 tables[0][span].copy_(local.ptrs[0][span], non_blocking=True)
             if len(waiting) == IN_FLIGHT:
                 yield waiting[0][-1]
-                self._receive(plan, waiting.popleft(), bits, tables, partials, window)
+                self._receive(plan, waiting.popleft(), bits, tables, sums, window)
             waiting.append(self._send(plan, bucket, local, tables[0], window))
         while waiting:
             yield waiting[0][-1]
-            self._receive(plan, waiting.popleft(), bits, tables, partials, window)
+            self._receive(plan, waiting.popleft(), bits, tables, sums, window)
         ops.fold_sums(plan.table.rows, partials, False, self.layout.world, window.sumsq)
         window.present |= present
 
@@ -116,7 +117,7 @@ class Mover:
         sent = torch.empty(shape, dtype=bucket.wire, device=self.device)
         ops.pack_grads(
             plan.table.rows,
-            plan.table.full_chunks[bucket.full],
+            plan.full_chunks[bucket.number],
             grad_ptrs,
             bucket.dtype,
             sent,
@@ -134,20 +135,20 @@ class Mover:
         plan: Plan,
         parcel: tuple[Bucket, Tensor, Work],
         bits: Tensor,
-        tables: Tensor,
-        partials: Tensor,
+        tables: tuple[Tensor, ...],
+        sums: tuple[Tensor, ...],
         window: Window,
     ) -> None:
         bucket, received, work = parcel
         work.wait()
         ops.reduce_shard(
             plan.table.rows,
-            plan.table.own_chunks[bucket.own],
+            plan.own_chunks[bucket.number],
             received,
             bits,
             tables[1],
             tables[2],
-            partials[bucket.own],
+            sums[bucket.number],
             window.nonfinite,
         )
 
@@ -201,7 +202,7 @@ class Mover:
     def _unpack(
         self, plan: Plan, bucket: Bucket, everybody: Tensor, ptrs: Tensor, status: Tensor | None
     ) -> None:
-        chunks = plan.table.full_chunks[bucket.full]
+        chunks = plan.full_chunks[bucket.number]
         ops.unpack_params(plan.table.rows, chunks, everybody, ptrs, status)
 
     def gather_rows(self, mine: Tensor) -> Tensor:

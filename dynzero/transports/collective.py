@@ -66,21 +66,24 @@ class Collective:
     def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
         """Both [world, stride]: row r of `sent` goes to rank r, row r of `received` is from it."""
         work = dist.all_to_all_single(
-            as_bytes(received), as_bytes(sent), group=self.group, async_op=True
+            on_wire(received), on_wire(sent), group=self.group, async_op=True
         )
         return Work(work, sent.is_cuda)
 
     def all_gather(self, everybody: Tensor, mine: Tensor) -> Work:
         """everybody [world, ...] receives `mine` of each rank; `mine` may be its own row of it."""
-        work = all_gather_single(
-            as_bytes(everybody), as_bytes(mine), group=self.group, async_op=True
-        )
+        work = all_gather_single(on_wire(everybody), on_wire(mine), group=self.group, async_op=True)
         return Work(work, mine.is_cuda)
 
     def broadcast_from_first(self, tensor: Tensor) -> None:
         dist.broadcast(as_bytes(tensor), src=self.ranks[0], group=self.group)
 
 
+def on_wire(tensor: Tensor) -> Tensor:
+    """NCCL knows the dtypes of buckets; CPU backends differ in theirs."""
+    return tensor if tensor.is_cuda else as_bytes(tensor)
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Backends differ in the dtypes they know; every one of them moves bytes."""
+    """Every backend moves bytes."""
     return tensor.view(-1).view(torch.uint8)
