@@ -161,12 +161,13 @@ def common_device(params: list[Tensor], names: list[str]) -> torch.device:
     return device
 
 
-def choose_spec(opt: ZeroOptimizer) -> FusedSpec | None:
+def choose_spec(
+    cls: type[Optimizer], groups: list[dict[str, Any]], fused: bool | None
+) -> FusedSpec | None:
     """The fused kernel to use, None for the torch class; ValueError if fused=True cannot be had."""
-    fused = opt._options.fused
     if fused is False:
         return None
-    spec, reason = fused_spec(opt._class, opt.param_groups)
+    spec, reason = fused_spec(cls, groups)
     if spec is None and fused:
         raise ValueError(f"fused=True: {reason}; use fused=None or fused=False")
     return spec

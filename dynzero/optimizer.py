@@ -106,7 +106,7 @@ class ZeroOptimizer(Optimizer):
             self._params, self._names, group_of, world=self._control.world,
             rank=self._control.rank, wire_dtype=options.wire_dtype,
         )  # fmt: skip
-        self._spec = construction.choose_spec(self)
+        self._spec = construction.choose_spec(cls, self.param_groups, options.fused)
         self._scale = ScaleState(options.loss_scale, self._device)
         self._reader = Reader(self._params, self._layout, self._device)
         self._building = False

@@ -24,18 +24,19 @@ from . import all_gather_single
 
 
 class Work:
-    """A collective under way."""
+    """A collective under way. Once waited for it lets go of the buffers, which it keeps alive."""
 
     def __init__(self, work: Any, on_cuda: bool) -> None:
         self._work, self._on_cuda = work, on_cuda
 
     def ready(self) -> bool:
-        """True if wait() will not block the host."""
-        return self._on_cuda or bool(self._work.is_completed())
+        return self._on_cuda or self._work is None or bool(self._work.is_completed())
 
     def wait(self) -> None:
         """On the CPU waits for the data; on CUDA makes the current stream wait for it."""
-        self._work.wait()
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
 
 
 class Collective:
