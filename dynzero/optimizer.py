@@ -19,7 +19,7 @@ from .loss_scale import ScaleState
 from .ops import STATUS_FIELDS, ops
 from .plan import Plan, indices_of
 from .reduced import Gradients, Local, Reader
-from .report import LastStep, Outcomes
+from .report import LastStep, Outcome, Outcomes
 from .rounds import Pass, Rounds, Waitable
 from .shard import upload
 from .transports.control import Action, Agreed, Control
@@ -157,13 +157,14 @@ class ZeroOptimizer(Optimizer):
         iteration = self._iteration
         self._iteration += 1
         if grads is None:
-            self.last_step = LastStep(iteration, self._layout.names, None, None)
+            self.last_step = LastStep(iteration, self._layout.names, None)
         else:
             records = self._check(grads)
             self._update_and_gather(grads)
-            self.last_step = LastStep(iteration, self._layout.names, grads.status, records)
+            outcome = Outcome(grads.status, self._scale.tensor, records)
+            self.last_step = LastStep(iteration, self._layout.names, outcome)
             self.last_step.present = grads.present
-            self._outcomes.follow(self.last_step, grads.status, self._scale.tensor)
+            self._outcomes.follow(self.last_step)
         self._end_window()
         self._discards = Discards(self._control.world)
 

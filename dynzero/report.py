@@ -19,8 +19,53 @@ logger = logging.getLogger("dynzero")
 KINDS = {1: "inf", 2: "nan", 3: "nan"}
 
 
+class Readback:
+    """Device numbers on their way to the host: only `numbers` waits, for their copy alone."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._numbers = numbers
+        if numbers.is_cuda:
+            pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers = pinned.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(numbers.device))
+
+    def ready(self) -> bool:
+        return self._event is None or self._event.query()
+
+    @cached_property
+    def numbers(self) -> list[float]:
+        if self._event is not None:
+            self._event.synchronize()
+        return list(self._numbers.tolist())
+
+
+class Outcome(Readback):
+    """What one step decided: status, loss scale after it, and the record of each rank."""
+
+    def __init__(self, status: Tensor, scale_state: Tensor, records: Tensor) -> None:
+        super().__init__(torch.cat([status, scale_state, records.flatten()]))
+
+    @property
+    def status(self) -> dict[str, float]:
+        return dict(zip(STATUS_FIELDS, self.numbers, strict=False))
+
+    @property
+    def scale(self) -> dict[str, float]:
+        return dict(zip(SCALE_FIELDS, self.numbers[len(STATUS_FIELDS) :], strict=False))
+
+    @property
+    def records(self) -> list[dict[str, float]]:
+        """By rank."""
+        width = len(RECORD_COLUMNS)
+        rows = self.numbers[len(STATUS_FIELDS) + len(SCALE_FIELDS) :]
+        cut = [rows[first : first + width] for first in range(0, len(rows), width)]
+        return [dict(zip(RECORD_COLUMNS, row, strict=True)) for row in cut]
+
+
 class LastStep:
-    """Outcome of one `step()`; each attribute waits for the device when first read.
+    """Outcome of one `step()`; each attribute waits for the step to be done when first read.
 
     iteration: number of the step() call, from 0. active: names of the parameters that had a
     gradient on any rank. stepped: False when the update was skipped (overflow, nothing active).
@@ -29,11 +74,9 @@ class LastStep:
     offender on each rank that had one, in parameter order.
     """
 
-    def __init__(
-        self, iteration: int, names: tuple[str, ...], status: Tensor | None, records: Tensor | None
-    ) -> None:
+    def __init__(self, iteration: int, names: tuple[str, ...], outcome: Outcome | None) -> None:
         self.iteration = iteration
-        self._names, self._status, self._records = names, status, records
+        self._names, self.outcome = names, outcome
         self.present: Tensor | None = None  # uint8 bits over the parameters
 
     @cached_property
@@ -44,9 +87,9 @@ class LastStep:
 
     @cached_property
     def _values(self) -> dict[str, float]:
-        if self._status is None:
+        if self.outcome is None:
             return {"found": 0.0, "norm": 0.0, "scale": 1.0}
-        return dict(zip(STATUS_FIELDS, self._status.tolist(), strict=True))
+        return self.outcome.status
 
     @property
     def found(self) -> Tensor | None:
@@ -55,7 +98,7 @@ class LastStep:
 
     @property
     def stepped(self) -> bool:
-        return self._status is not None and not self._values["found"]
+        return self.outcome is not None and not self._values["found"]
 
     @property
     def grad_norm(self) -> float:
@@ -67,10 +110,10 @@ class LastStep:
 
     @cached_property
     def overflow(self) -> list[tuple[str, int, str]] | None:
-        if self._records is None or not self._values["found"]:
+        if self.outcome is None or not self._values["found"]:
             return None
-        rows = [dict(zip(RECORD_COLUMNS, row, strict=True)) for row in self._records.tolist()]
-        offenders = [(row, rank) for rank, row in enumerate(rows) if row["param"] >= 0]
+        rows = enumerate(self.outcome.records)
+        offenders = [(row, rank) for rank, row in rows if row["param"] >= 0]
         # A sum that is not finite is its owner's business only if every gradient was finite.
         local = [(row, rank) for row, rank in offenders if not row["from_sum"]]
         ordered = sorted((int(row["param"]), rank, row["kind"]) for row, rank in local or offenders)
@@ -94,27 +137,21 @@ class Outcomes:
     """Outcomes on their way to the host: looked at when they have arrived, never waited for."""
 
     def __init__(self) -> None:
-        self._queue: deque[tuple[LastStep, Tensor, torch.cuda.Event | None]] = deque()
+        self._queue: deque[LastStep] = deque()
         self.exhausted = 0  # overflows at the minimum of the loss scale, as far as known
 
-    def follow(self, step: LastStep, status: Tensor, scale_state: Tensor) -> None:
-        values = torch.cat([status, scale_state])
-        event = None
-        if values.is_cuda:
-            pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            values = pinned.copy_(values, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        self._queue.append((step, values, event))
+    def follow(self, step: LastStep) -> None:
+        self._queue.append(step)
 
     def poll(self) -> None:
         """Log the skipped steps among those that are known by now."""
         while self._queue:
-            step, values, event = self._queue[0]
-            if event is not None and not event.query():
+            step = self._queue[0]
+            assert step.outcome is not None
+            if not step.outcome.ready():
                 return
             self._queue.popleft()
-            self.exhausted = int(values[len(STATUS_FIELDS) + SCALE_FIELDS["exhausted"]])
-            if values[STATUS_FIELDS["found"]]:
-                after = float(values[len(STATUS_FIELDS) + SCALE_FIELDS["value"]])
-                logger.warning("%s; loss scale is now %g", step.blame(), after)
+            scale = step.outcome.scale
+            self.exhausted = int(scale["exhausted"])
+            if not step.stepped:
+                logger.warning("%s; loss scale is now %g", step.blame(), scale["value"])

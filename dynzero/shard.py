@@ -137,6 +137,7 @@ class FusedShard(Shard):
         for i in self.live:
             self._point(i)
         self._table_is_old = True
+        self._resting: list[int] = []  # groups without momentum, for which `_rests` is the mask
 
     def respec(self, spec: FusedSpec) -> None:
         """The options now need more state than before (SGD that got a momentum)."""
@@ -166,10 +167,7 @@ class FusedShard(Shard):
             self._device_table = upload(self._table, self.device)
             self._table_is_old = False
         if self.spec.keys == ("momentum_buffer",):
-            # Without momentum there is no buffer yet: torch starts it with the next gradient.
-            for g, group in enumerate(groups):
-                if group["momentum"] == 0:
-                    self.steps[(self.layout.group == g).to(self.device)] = 0
+            self._forget_first_steps(groups)
         rows = [self.spec.row(group) for group in groups]
         if rows != self._hyper_rows:
             self._hyper = upload(torch.tensor(rows, dtype=torch.float64), self.device)
@@ -177,6 +175,16 @@ class FusedShard(Shard):
         for g, group in enumerate(groups):
             if isinstance(group["lr"], Tensor) and group["lr"].is_cuda:
                 self._hyper[g, HYPER_COLUMNS["lr"]] = group["lr"]
+
+    def _forget_first_steps(self, groups: list[dict[str, Any]]) -> None:
+        """Without momentum there is no buffer yet: torch starts it with the next gradient."""
+        resting = [g for g, group in enumerate(groups) if group["momentum"] == 0]
+        if not resting:
+            return
+        if resting != self._resting:
+            mask = torch.isin(self.layout.group, torch.tensor(resting))
+            self._resting, self._rests = resting, upload(mask, self.device)
+        self.steps.masked_fill_(self._rests, 0.0)
 
     def update(self, plan: Plan, bucket: Bucket, grads: Gradients, out: Tensor | None) -> None:
         ops.update_shard(
