@@ -116,6 +116,8 @@ def estimate_memory(
     a fraction of the elements (at least 0, at most 1), or names or parameters; default, all that
     require a gradient. options: those of ZeroOptimizer, the others go to the optimizer class.
 
+    In stage 2 `peak` is what it comes to when a backward pass has ended before its first bucket can
+    leave, as with a slow other rank or no_sync(); buckets that leave earlier lower it.
     Counts what is asked of the allocator (CUDA's rounds each tensor up to 512 bytes, of large ones
     up to 1 MiB is left over). With fused=False the torch class's own temporaries come on top.
     Raises ValueError and TypeError as ZeroOptimizer does.
@@ -235,7 +237,7 @@ def moments_of_step(setup: Setup) -> Iterator[Moment]:
         return
     shard = setup.shard_bytes(layout.piece, active)
     flying: list[int] = []
-    for bucket in plan.buckets:
+    for bucket in reversed(plan.buckets):
         sent = layout.world * bucket.stride * bucket.wire.itemsize
         yield Moment(local, shard, sum(flying) + sent)
         if setup.options.stage == 2:  # packed gradients are released at once
