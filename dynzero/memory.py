@@ -221,7 +221,7 @@ def table_bytes(setup: Setup, num_groups: int, params: list[Tensor]) -> int:
     """Step counts, sums and flags of a window, the plan; pointers and options for the kernels."""
     total = 4 * len(params) + 12 * len(params)
     plans = 2 if setup.whole and setup.layout.world > 1 else 1
-    total += plans * sum(part.numel() * part.element_size() for part in setup.plan.table)
+    total += plans * setup.plan.table.nbytes
     if setup.spec is not None:
         total += 8 * (len(STATE_POINTERS) * len(params) + len(HYPER_COLUMNS) * num_groups)
     return total + sum(p.numel() * p.element_size() for p in params if not is_dense(p))

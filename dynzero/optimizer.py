@@ -17,7 +17,7 @@ from .discard import Discards
 from .layout import build_layout
 from .loss_scale import ScaleState
 from .ops import STATUS_FIELDS, ops
-from .plan import Plan, indices_of
+from .plan import PlanCache, indices_of
 from .reduced import Gradients, Local, Reader
 from .report import LastStep, Outcome, Outcomes
 from .rounds import Pass, Rounds, Waitable
@@ -115,7 +115,7 @@ class ZeroOptimizer(Optimizer):
         self._iteration, self._window_number = 0, 0
         self._discards = Discards(self._control.world)
         self._in_backward = False  # also after a backward() that raised
-        self._plans: dict[tuple[bytes, bytes, bool], Plan] = {}
+        self._plans = PlanCache()
         self._mean_over_present = construction.mean_over_present(self.param_groups, self._layout)
         self._window = Window(self._layout, self._device)
         self._touched = torch.zeros(self._layout.bit_bytes, dtype=torch.uint8)

@@ -6,6 +6,7 @@ rank computes the same one without a message. Plans are cached by the optimizer.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -72,6 +73,44 @@ class Plan:
 
     def to(self, device: torch.device) -> Plan:
         return replace(self, table=self.table.to(device))
+
+
+class PlanCache:
+    """The latest plans by active set, limited in number and in bytes of their tables.
+
+    With thousands of different active sets (LayerDrop on a big model) all their tables together
+    would take more memory than a bucket.
+    """
+
+    def __init__(self, most: int = 256, most_bytes: int = 16 << 20) -> None:
+        self.most, self.most_bytes = most, most_bytes
+        self._plans: dict[Hashable, Plan] = {}
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def get(self, key: Hashable) -> Plan | None:
+        plan = self._plans.pop(key, None)
+        if plan is not None:
+            self._plans[key] = plan  # the last one to go
+            if plan.table.rows.is_cuda:
+                # It may be dropped while kernels on a stream that has not allocated it still read.
+                rows = plan.table.rows
+                rows.record_stream(torch.cuda.current_stream(rows.device))
+        return plan
+
+    def put(self, key: Hashable, plan: Plan) -> None:
+        """The newest plan always stays."""
+        self._plans[key] = plan
+        self._bytes += plan.table.nbytes
+        while len(self) > 1 and (len(self) > self.most or self._bytes > self.most_bytes):
+            oldest = next(iter(self._plans))
+            self._bytes -= self._plans.pop(oldest).table.nbytes
+
+    def clear(self) -> None:
+        self._plans.clear()
+        self._bytes = 0
 
 
 def make_plan(

@@ -96,6 +96,8 @@ class Reader:
         if indices is None:
             indices = torch.arange(self.layout.size)
         grads, odd = self.scan.take(indices, local.ptrs[0], local.bits)
+        if self.device.type == "cuda":
+            outlive_kernels(grads, torch.cuda.current_stream(self.device))
         rows = indices.tolist()
         local.own.update((i, g) for i, g in zip(rows, grads, strict=True) if g is not None)
         for k in odd:
@@ -128,6 +130,14 @@ class Reader:
             p = self.params[i].detach()
             real = torch.view_as_real(p) if p.is_complex() else p
             real.copy_(stand_in.view(real.shape))
+
+
+def outlive_kernels(grads: list[Tensor | None], stream: torch.cuda.Stream) -> None:
+    """Backward may have allocated them on other streams, which must not reuse them before this one
+    has read them. Where `stream` is the one that allocated them, nothing happens."""
+    for grad in grads:
+        if grad is not None and grad.is_cuda and grad.layout == torch.strided:
+            grad.record_stream(stream)
 
 
 def regular_grad(p: Tensor, grad: Tensor) -> Tensor:

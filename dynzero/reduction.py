@@ -22,8 +22,6 @@ from .window import Window, run
 if TYPE_CHECKING:
     from .optimizer import ZeroOptimizer
 
-PLAN_CACHE = 256
-
 
 def reduce_round(opt: ZeroOptimizer, local: Local, bits: Tensor) -> Iterator[Any]:
     present = bits[:, : opt._layout.bit_bytes]
@@ -45,7 +43,7 @@ def plan_of(
         present = None
     counts_key = b"" if present is None else bytes(present.flatten().tolist())
     key = (bytes(bits.tolist()), counts_key, whole)
-    plan = opt._plans.pop(key, None)
+    plan = opt._plans.get(key)
     if plan is None:
         with record_function("dynzero::plan"):
             active = indices_of(bits, opt._layout.size)
@@ -59,9 +57,7 @@ def plan_of(
                 opt._layout, active, divisor,
                 bucket_bytes=bucket_bytes, whole=whole,
             ).to(opt._device)  # fmt: skip
-        if len(opt._plans) >= PLAN_CACHE:
-            opt._plans.pop(next(iter(opt._plans)))
-    opt._plans[key] = plan
+        opt._plans.put(key, plan)
     return plan if plan.indices else None
 
 

@@ -25,6 +25,10 @@ class Table(NamedTuple):
     full_chunks: Tensor
     own_chunks: Tensor
 
+    @property
+    def nbytes(self) -> int:
+        return sum(part.numel() * part.element_size() for part in self)
+
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Table:
         """On `device`, by one copy."""
         flat = torch.cat([part.reshape(-1) for part in self])

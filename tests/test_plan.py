@@ -6,8 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import dynzero
 from dynzero.layout import Layout, build_layout
-from dynzero.plan import Plan, bit_mask, counts_of, indices_of, make_plan, union
+from dynzero.plan import Plan, PlanCache, bit_mask, counts_of, indices_of, make_plan, union
 from dynzero.table import CHUNK, COLUMNS
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
@@ -126,3 +127,48 @@ def test_a_large_world_plans_the_active_parameters_only() -> None:
     assert plan.table.full_chunks.numel() == 1000
     assert plan.table.own_chunks.numel() == 1000
     assert sum(bucket.stride for bucket in plan.buckets) == 8 * 1000
+
+
+def test_the_cache_keeps_the_plans_used_last() -> None:
+    layout = layout_of([(9, torch.float32)] * 4, world=1, rank=0)
+    plans = [plan_of(layout, [i], 1.0, whole=True) for i in range(4)]
+    cache = PlanCache(most=3)
+    for key in range(3):
+        cache.put(key, plans[key])
+    assert cache.get(0) is plans[0]
+    cache.put(3, plans[3])
+    assert [cache.get(key) for key in range(4)] == [plans[0], None, plans[2], plans[3]]
+
+
+def test_the_cache_is_limited_in_bytes() -> None:
+    layout = layout_of([(9, torch.float32)] * 4, world=1, rank=0)
+    plan = plan_of(layout, [0], 1.0, whole=True)
+    cache = PlanCache(most_bytes=2 * plan.table.nbytes)
+    for key in range(5):
+        cache.put(key, plan)
+        assert len(cache) == min(key + 1, 2)
+    tiny = PlanCache(most_bytes=1)
+    tiny.put(0, plan)
+    assert tiny.get(0) is plan, "the newest stays, whatever its size"
+    cache.clear()
+    cache.put(9, plan)
+    cache.put(10, plan)
+    assert len(cache) == 2, "clear() starts the count of bytes anew"
+
+
+def test_hundreds_of_active_sets_do_not_grow_the_cache() -> None:
+    ours = [torch.nn.Parameter(torch.ones(3)) for _ in range(9)]
+    theirs = [torch.nn.Parameter(torch.ones(3)) for _ in range(9)]
+    opt = dynzero.ZeroOptimizer(ours, torch.optim.AdamW, lr=0.01, fused=False)
+    plain = torch.optim.AdamW(theirs, lr=0.01)
+    opt._plans = PlanCache(most=8)
+    for step in range(1, 2**9):
+        for params in (ours, theirs):
+            terms = [(i + 1.0) * p.sum() for i, p in enumerate(params) if step >> i & 1]
+            torch.stack(terms).sum().backward()
+        for optimizer in (opt, plain):
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(opt._plans) <= 8
+    for p, q in zip(ours, theirs, strict=True):
+        assert torch.equal(p, q)
