@@ -46,6 +46,7 @@ class Outcome(Readback):
 
     def __init__(self, status: Tensor, scale_state: Tensor, records: Tensor) -> None:
         super().__init__(torch.cat([status, scale_state, records.flatten()]))
+        self.found = status[STATUS_FIELDS["found"]]
 
     @property
     def status(self) -> dict[str, float]:
@@ -94,7 +95,7 @@ class LastStep:
     @property
     def found(self) -> Tensor | None:
         """Above 0 if the step was skipped for a non-finite gradient; on the device, 0-dim."""
-        return None if self._status is None else self._status[STATUS_FIELDS["found"]]
+        return None if self.outcome is None else self.outcome.found
 
     @property
     def stepped(self) -> bool:
