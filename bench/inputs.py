@@ -12,7 +12,6 @@ from dynzero.layout import build_layout
 from dynzero.ops import ops
 from dynzero.plan import make_plan
 from dynzero.reduced import Reader
-from dynzero.shard import upload
 
 from .cases import Case
 
@@ -87,11 +86,14 @@ class Planned:
     def size(self) -> int:
         return self.layout.size
 
-    def grad_ptrs(self) -> Tensor:
-        """As the optimizer does in every step: read every `p.grad`, upload one table."""
+    def grad_ptrs(self) -> tuple[Tensor, Tensor]:
+        """As the optimizer does in every step: read every `p.grad`, upload one table.
+
+        Returns addresses and flags of zero.
+        """
         local, complaint = self.reader.read()
         assert complaint is None and not local.own, complaint
-        return upload(local.ptrs[0], self.device)
+        return self.reader.upload(local)
 
     def numel(self, which: Tensor) -> int:
         return int(self.layout.numel[which].sum())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dynzero.ops import NONFINITE_BITS, ops
-from dynzero.shard import upload
+from dynzero.reduced import upload
 
 from . import cupy_kernels, peers
 from .cases import Case
@@ -61,7 +61,7 @@ class PackGrads:
         shape = (case.world, self.planned.bucket.stride)
         self.bucket = torch.empty(shape, dtype=case.wire, device=device)
         self.sums = Sums(self.planned, full=True)
-        self.ptrs = self.planned.grad_ptrs()
+        self.ptrs, _ = self.planned.grad_ptrs()
         self.elements = self.planned.numel(everything)
         read = self.planned.numel(self.present) * case.source.itemsize
         self.bytes = read + self.elements * case.wire.itemsize
@@ -76,8 +76,7 @@ class PackGrads:
         self.sums.fold()
 
     def run(self) -> None:
-        self.ptrs = self.planned.grad_ptrs()
-        self.sums.nonfinite.zero_()
+        self.ptrs, self.sums.nonfinite = self.planned.grad_ptrs()
         self.kernel()
 
     def check(self) -> None:
@@ -164,7 +163,7 @@ class CheckShard:
             case, device, tensors, wire=case.source, active=active, present=active
         )
         self.sums = Sums(self.planned, full=False)
-        self.ptrs = self.planned.grad_ptrs()
+        self.ptrs, _ = self.planned.grad_ptrs()
         self.elements = self.planned.numel(active)
         self.bytes = self.elements * case.source.itemsize
         self.ours = Call(self.run, self.kernel)
@@ -178,8 +177,7 @@ class CheckShard:
         self.sums.fold()
 
     def run(self) -> None:
-        self.ptrs = self.planned.grad_ptrs()
-        self.sums.nonfinite.zero_()
+        self.ptrs, self.sums.nonfinite = self.planned.grad_ptrs()
         self.kernel()
 
     def check(self) -> None:
@@ -279,7 +277,7 @@ class UnpackParams:
         self.planned = Planned(case, device, tensors, wire=case.wire, active=active, present=active)
         shape = (case.world, self.planned.bucket.stride)
         self.bucket = torch.empty(shape, dtype=case.wire, device=device).normal_()
-        self.ptrs = self.planned.grad_ptrs()
+        self.ptrs, _ = self.planned.grad_ptrs()
         self.elements = self.planned.numel(active)
         self.bytes = 2 * self.elements * case.wire.itemsize
         self.ours = Call(self.run, self.kernel)
@@ -289,7 +287,7 @@ class UnpackParams:
         ops.unpack_params(table.rows, table.full_chunks, self.bucket, self.ptrs, None)
 
     def run(self) -> None:
-        self.ptrs = self.planned.grad_ptrs()
+        self.ptrs, _ = self.planned.grad_ptrs()
         self.kernel()
 
     def check(self) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dynzero.fused import adam_row
 from dynzero.ops import OPTIMIZER_KINDS, STATE_POINTERS, STATUS_FIELDS, ops
-from dynzero.shard import upload
+from dynzero.reduced import upload
 
 from . import peers
 from .cases import Case
@@ -97,7 +97,7 @@ class UpdateShard:
 
     def run(self) -> None:
         if self.case.source == self.case.wire:
-            self.ptrs = self.planned.grad_ptrs()
+            self.ptrs, _ = self.planned.grad_ptrs()
         else:  # a reduced shard: its addresses are known, nothing is to be read from parameters
             self.ptrs = upload(self.host_ptrs, self.device)
         self.kernel()

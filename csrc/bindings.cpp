@@ -1,10 +1,11 @@
 // The Python module dynzero._C: the ops of ops.h, ParamScan, GradWatch, the table layouts of
-// segments.h and how this build was made. Python reaches the ops through torch.ops.dynzero
-// (dynzero/ops.py).
+// segments.h and how this build was made. dynzero/ops.py hands them on.
+#include <c10/util/Exception.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
 #include <cstddef>
+#include <exception>
 
 #include "grad_watch.h"
 #include "kernel_config.h"
@@ -86,10 +87,20 @@ py::dict build_info() {
   return info;
 }
 
+// The message alone: what() of a c10::Error ends in a backtrace.
+void translate_error(std::exception_ptr error) {
+  try {
+    if (error) std::rethrow_exception(error);
+  } catch (const c10::Error& caught) {
+    PyErr_SetString(PyExc_RuntimeError, caught.what_without_backtrace());
+  }
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-  m.doc() = "Compiled part of dynzero. Call the ops through torch.ops.dynzero.";
+  py::register_local_exception_translator(&translate_error);
+  m.doc() = "Compiled part of dynzero.";
   m.def("build_info", &build_info, "How this extension was built.");
   add_layouts(m);
 
@@ -107,6 +118,10 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init<py::list>(), py::arg("params"))
       .def("read", &ParamScan::read, py::arg("grad_ptrs"), py::arg("param_ptrs"),
            py::arg("present"), "Fills the tables, returns (odd, changed) indices.")
+      .def("snapshot", &ParamScan::snapshot, py::arg("pinned"),
+           "read() into new tensors: (table, present, odd, changed).")
+      .def("first_other", &ParamScan::first_other, py::arg("groups"),
+           "Position of the first parameter in these lists that is another object, or -1.")
       .def("take", &ParamScan::take, py::arg("indices"), py::arg("grad_ptrs"), py::arg("present"),
            "Moves gradients out of parameters, returns (gradients, odd).");
 

@@ -2,6 +2,7 @@
 // check for warnings, and this loop runs over every parameter in every step.
 #include "param_scan.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -35,27 +36,35 @@ inline void prefetch(const void* first_line, int lines = 1) {
 #endif
 }
 
-// The loop over the parameters follows four pointers for each: object -> TensorImpl -> autograd
-// data
-// -> gradient -> storage. Each link is asked for some parameters before it is followed.
-constexpr int64_t kLinkDistance = 3;
+// Reading a parameter follows a chain: object -> TensorImpl -> autograd data -> gradient ->
+// storage, every link of it a cache miss in a big model. So parameters go through in blocks, one
+// link at a time, and the misses of a block overlap.
+constexpr int64_t kBlock = 32;
 constexpr int kTensorLines = 3;  // of the part of a TensorImpl that is read
 
-void prefetch_links(PyObject* list, int64_t index, int64_t num_params) {
-  const auto impl_at = [&](int64_t links_before) -> at::TensorImpl* {
-    const int64_t i = index + links_before * kLinkDistance;
-    if (i >= num_params) return nullptr;
-    return THPVariable_Unpack(PyList_GET_ITEM(list, i)).unsafeGetTensorImpl();
-  };
-  const int64_t farthest = index + 4 * kLinkDistance;
-  if (farthest < num_params) prefetch(PyList_GET_ITEM(list, farthest));
-  if (at::TensorImpl* impl = impl_at(3)) prefetch(impl, kTensorLines);
-  if (at::TensorImpl* impl = impl_at(2)) {
-    prefetch(impl->autograd_meta());
-    prefetch(impl->unsafe_storage().unsafeGetStorageImpl());
+struct Links {
+  at::TensorImpl* param[kBlock];
+  const at::TensorImpl* grad[kBlock];  // null without a gradient
+};
+
+// Objects are unpacked anew each time: torch.utils.swap_tensors exchanges what they refer to.
+void follow_links(PyObject* list, int64_t first, int64_t count, Links& links) {
+  for (int64_t i = 0; i < count; ++i) prefetch(PyList_GET_ITEM(list, first + i));
+  for (int64_t i = 0; i < count; ++i) {
+    links.param[i] = THPVariable_Unpack(PyList_GET_ITEM(list, first + i)).unsafeGetTensorImpl();
+    prefetch(links.param[i], kTensorLines);
   }
-  if (at::TensorImpl* impl = impl_at(1)) {
-    if (impl->grad().defined()) prefetch(impl->grad().unsafeGetTensorImpl(), kTensorLines);
+  for (int64_t i = 0; i < count; ++i) {
+    prefetch(links.param[i]->autograd_meta());
+    prefetch(links.param[i]->unsafe_storage().unsafeGetStorageImpl());
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const at::Tensor& grad = links.param[i]->grad();
+    links.grad[i] = grad.defined() ? grad.unsafeGetTensorImpl() : nullptr;
+    if (links.grad[i] != nullptr) prefetch(links.grad[i], kTensorLines);
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    if (links.grad[i] != nullptr) prefetch(links.grad[i]->unsafe_storage().unsafeGetStorageImpl());
   }
 }
 
@@ -83,17 +92,22 @@ ParamScan::ParamScan(pybind11::list params)
                 "ParamScan: expected strided parameters, got layout ", param.layout());
     const auto first = static_cast<int64_t>(layouts_.size());
     const bool dense = param.unsafeGetTensorImpl()->is_non_overlapping_and_dense();
-    remembered_.push_back({param.dtype(), param.device(), dense, param.dim(), first});
+    const bool plain = has_plain_data(param.unsafeGetTensorImpl());
+    const auto plain_keys = plain ? param.key_set() : c10::DispatchKeySet();
+    remembered_.push_back({plain_keys, param.dtype(), param.device(), dense, param.dim(), first});
     layouts_.insert(layouts_.end(), param.sizes().begin(), param.sizes().end());
     layouts_.insert(layouts_.end(), param.strides().begin(), param.strides().end());
   }
 }
 
+bool ParamScan::is_plain(const Remembered& remembered, const at::TensorImpl* impl) {
+  return (impl->key_set() == remembered.plain_keys && impl->unsafe_storage()) ||
+         has_plain_data(impl);
+}
+
 bool ParamScan::is_like(const Remembered& remembered, const at::TensorImpl* impl) const {
-  if (impl->layout() != c10::kStrided || impl->dtype() != remembered.dtype ||
-      impl->device() != remembered.device) {
-    return false;
-  }
+  if (!is_plain(remembered, impl) && impl->layout() != c10::kStrided) return false;
+  if (impl->dtype() != remembered.dtype || impl->device() != remembered.device) return false;
   const int64_t dim = remembered.dim;
   const int64_t* expected = layouts_.data() + remembered.first;
   const at::IntArrayRef sizes = impl->sizes();
@@ -110,21 +124,19 @@ bool ParamScan::is_like(const Remembered& remembered, const at::TensorImpl* impl
   return true;
 }
 
-// Unpacked anew each time: torch.utils.swap_tensors exchanges what an object refers to.
 const at::Tensor& ParamScan::param(int64_t index) const {
   return THPVariable_Unpack(PyList_GET_ITEM(params_.ptr(), index));
 }
 
-std::optional<int64_t> ParamScan::grad_address(int64_t index, const at::TensorImpl* impl) const {
-  const at::Tensor& grad = impl->grad();
-  if (!grad.defined() || impl->numel() == 0) return 0;
+std::optional<int64_t> ParamScan::grad_address(int64_t index, const at::TensorImpl* impl,
+                                               const at::TensorImpl* grad) const {
+  if (grad == nullptr) return 0;
   const Remembered& remembered = remembered_[static_cast<size_t>(index)];
-  const at::TensorImpl* grad_impl = grad.unsafeGetTensorImpl();
-  if (remembered.dense && has_plain_data(impl) && has_plain_data(grad_impl) &&
-      is_like(remembered, grad_impl)) {
-    return address_of(grad_impl->data());
+  if (remembered.dense && is_plain(remembered, impl) && is_plain(remembered, grad) &&
+      is_like(remembered, grad)) {
+    return address_of(grad->data());  // null of an empty one
   }
-  return std::nullopt;
+  return impl->numel() == 0 ? std::optional<int64_t>(0) : std::nullopt;
 }
 
 std::pair<ParamScan::Indices, ParamScan::Indices> ParamScan::read(const at::Tensor& grad_ptrs,
@@ -141,19 +153,47 @@ std::pair<ParamScan::Indices, ParamScan::Indices> ParamScan::read(const at::Tens
 
   Indices odd;
   Indices changed;
+  Links links;
   for (int64_t i = 0; i < num_params; ++i) {
-    prefetch_links(params_.ptr(), i, num_params);
-    // Unpacked anew each time: torch.utils.swap_tensors exchanges what an object refers to.
-    at::TensorImpl* impl = param(i).unsafeGetTensorImpl();
-    if (!is_like(remembered_[static_cast<size_t>(i)], impl)) changed.push_back(i);
-    const bool readable = has_plain_data(impl) && impl->numel() > 0;
-    param_addresses[i] = readable ? address_of(impl->mutable_data()) : 0;
-    set_bit(bits, i, impl->grad().defined());
-    const std::optional<int64_t> address = grad_address(i, impl);
+    if (i % kBlock == 0) follow_links(params_.ptr(), i, std::min(kBlock, num_params - i), links);
+    at::TensorImpl* impl = links.param[i % kBlock];
+    const at::TensorImpl* grad = links.grad[i % kBlock];
+    const Remembered& remembered = remembered_[static_cast<size_t>(i)];
+    if (!is_like(remembered, impl)) changed.push_back(i);
+    param_addresses[i] = is_plain(remembered, impl) ? address_of(impl->mutable_data()) : 0;
+    set_bit(bits, i, grad != nullptr);
+    const std::optional<int64_t> address = grad_address(i, impl, grad);
     grad_addresses[i] = address.value_or(0);
     if (!address) odd.push_back(i);
   }
   return {std::move(odd), std::move(changed)};
+}
+
+ParamScan::Snapshot ParamScan::snapshot(bool pinned) const {
+  const auto num_params = static_cast<int64_t>(remembered_.size());
+  const auto options = at::TensorOptions().dtype(at::ScalarType::Long).pinned_memory(pinned);
+  at::Tensor table = at::empty({3, num_params}, options);
+  at::Tensor bits = at::empty({(num_params + 7) / 8}, at::ScalarType::Byte);
+  auto* zeros = table.mutable_data_ptr<int64_t>();
+  std::fill(zeros, zeros + num_params, int64_t{0});
+  auto [odd, changed] = read(table.select(0, 1), table.select(0, 2), bits);
+  return {std::move(table), std::move(bits), std::move(odd), std::move(changed)};
+}
+
+int64_t ParamScan::first_other(const pybind11::list& groups) const {
+  const auto num_params = static_cast<int64_t>(remembered_.size());
+  int64_t i = 0;
+  for (const auto& group : groups) {
+    const auto items = pybind11::reinterpret_steal<pybind11::object>(
+        PySequence_Fast(group.ptr(), "ParamScan.first_other: expected lists of parameters"));
+    if (!items) throw pybind11::error_already_set();
+    const int64_t size = PySequence_Fast_GET_SIZE(items.ptr());
+    PyObject** objects = PySequence_Fast_ITEMS(items.ptr());
+    for (int64_t k = 0; k < size; ++k, ++i) {
+      if (i >= num_params || objects[k] != PyList_GET_ITEM(params_.ptr(), i)) return i;
+    }
+  }
+  return i < num_params ? i : -1;
 }
 
 std::pair<std::vector<at::Tensor>, ParamScan::Indices> ParamScan::take(
@@ -174,10 +214,12 @@ std::pair<std::vector<at::Tensor>, ParamScan::Indices> ParamScan::take(
     TORCH_CHECK(i >= 0 && i < num_params, "ParamScan.take: expected indices below ", num_params,
                 ", got ", i);
     at::TensorImpl* impl = param(i).unsafeGetTensorImpl();
-    const std::optional<int64_t> address = grad_address(i, impl);
+    const at::Tensor& grad = impl->grad();
+    const std::optional<int64_t> address =
+        grad_address(i, impl, grad.defined() ? grad.unsafeGetTensorImpl() : nullptr);
     addresses[i] = address.value_or(0);
     if (!address) odd.push_back(k);
-    set_bit(bits, i, impl->grad().defined());
+    set_bit(bits, i, grad.defined());
     grads.push_back(std::move(impl->mutable_grad()));
     impl->mutable_grad() = at::Tensor();
   }

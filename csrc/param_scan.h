@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -29,6 +30,16 @@ class ParamScan {
   std::pair<Indices, Indices> read(const at::Tensor& grad_ptrs, const at::Tensor& param_ptrs,
                                    const at::Tensor& present) const;
 
+  // The same into new tensors: (table, present, odd, changed). table: int64 [3, P] on the CPU, in
+  // pinned memory if asked for: zeros, grad_ptrs, param_ptrs. The zeros start the flags of the
+  // check, so that one copy brings to the device all that it needs.
+  using Snapshot = std::tuple<at::Tensor, at::Tensor, Indices, Indices>;
+  Snapshot snapshot(bool pinned) const;
+
+  // Position of the first object in `groups`, lists of parameters one after the other, that is not
+  // the parameter given at construction, or is one too many, or is missing; -1 if all are the same.
+  int64_t first_other(const pybind11::list& groups) const;
+
   // Moves the gradients of the parameters `indices` (int64 on the CPU) out of them. Addresses and
   // bits of just these parameters are stored as read() does. Returns (gradients, odd): one
   // gradient, or None, for each index, and the positions among them of those that are odd.
@@ -38,6 +49,7 @@ class ParamScan {
 
  private:
   struct Remembered {
+    c10::DispatchKeySet plain_keys;  // of a parameter with plain data, else empty
     caffe2::TypeMeta dtype;
     at::Device device;
     bool dense;  // without gaps and overlaps
@@ -46,8 +58,11 @@ class ParamScan {
   };
 
   const at::Tensor& param(int64_t index) const;
-  // Address of the parameter's gradient; 0 if it is absent or empty, nothing if it is odd.
-  std::optional<int64_t> grad_address(int64_t index, const at::TensorImpl* impl) const;
+  // Address of the parameter's gradient; 0 if it is absent (null) or empty, nothing if it is odd.
+  std::optional<int64_t> grad_address(int64_t index, const at::TensorImpl* impl,
+                                      const at::TensorImpl* grad) const;
+  // Data is simply there. The keys of a parameter of which that is known tell it at a glance.
+  static bool is_plain(const Remembered& remembered, const at::TensorImpl* impl);
   // Same dtype, device, sizes and memory order.
   bool is_like(const Remembered& remembered, const at::TensorImpl* impl) const;
 

@@ -345,10 +345,10 @@ def as_bytes(value: Tensor) -> Tensor:
 # Presence helpers.
 
 
-def mean_over_present(groups: list[dict[str, Any]], layout: Layout) -> Tensor:
-    """bool [params]: averaged over the ranks that used the parameter."""
+def mean_over_present(groups: list[dict[str, Any]], layout: Layout) -> Tensor | None:
+    """bool [params]: averaged over the ranks that used the parameter. None if none is."""
     by_group = torch.tensor([group["average"] == "present" for group in groups])
-    return by_group[layout.group]
+    return by_group[layout.group] if bool(by_group.any()) else None
 
 
 # Growing.

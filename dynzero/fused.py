@@ -49,17 +49,15 @@ def fused_spec(cls: type[Optimizer], groups: list[dict[str, Any]]) -> tuple[Fuse
 def hyper_row(
     lr: Any, decay: float, beta1: float, beta2: float, eps: float, flags: float
 ) -> list[float]:
-    row = [0.0] * len(HYPER_COLUMNS)
-    for name, value in {
-        "lr": 0.0 if isinstance(lr, Tensor) and lr.is_cuda else float(lr),
+    values = {
+        "lr": 0.0 if isinstance(lr, Tensor) and lr.is_cuda else lr,
         "weight_decay": decay,
         "beta1": beta1,
         "beta2": beta2,
         "eps": eps,
         "flags": flags,
-    }.items():
-        row[HYPER_COLUMNS[name]] = float(value)
-    return row
+    }
+    return [float(values[name]) for name in HYPER_COLUMNS]
 
 
 def flags_of(group: dict[str, Any], decoupled: bool) -> float:

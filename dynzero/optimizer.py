@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
 from . import construction, norms, presence, reduction, state
@@ -16,12 +15,11 @@ from .construction import Options
 from .discard import Discards
 from .layout import build_layout
 from .loss_scale import ScaleState
-from .ops import STATUS_FIELDS, ops
+from .ops import STATUS_FIELDS, Range, ops
 from .plan import PlanCache, indices_of
-from .reduced import Gradients, Local, Reader
+from .reduced import Gradients, Local, Reader, upload
 from .report import LastStep, Outcome, Outcomes
 from .rounds import Pass, Rounds, Waitable
-from .shard import upload
 from .transports.control import Action, Agreed, Control
 from .window import Window
 
@@ -170,7 +168,7 @@ class ZeroOptimizer(Optimizer):
 
     def _check(self, grads: Gradients) -> Tensor:
         """Norm, non-finite flag, clip factor, step counts and loss scale, all on the device."""
-        with record_function("dynzero::check"):
+        with Range("dynzero::check"):
             records = norms.records(self, grads)
             grads.status = torch.empty(len(STATUS_FIELDS), dtype=torch.float64, device=self._device)
             grads.clipping = self._options.max_grad_norm is not None
@@ -188,8 +186,8 @@ class ZeroOptimizer(Optimizer):
 
     def _update_and_gather(self, grads: Gradients) -> None:
         self._reader.stage()
-        self._shard.ensure(grads.plan.indices, self.param_groups)
-        with record_function("dynzero::step"):
+        self._shard.ensure(grads.plan.active, self.param_groups)
+        with Range("dynzero::step"):
             self._shard.begin(grads.plan, grads, self.param_groups)
             if self._mover is not None and not self._shard.whole:
                 params = upload(grads.param_ptrs, self._device)

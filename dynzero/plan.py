@@ -6,6 +6,7 @@ rank computes the same one without a message. Plans are cached by the optimizer.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -208,6 +209,12 @@ def flags_of(bits: Tensor) -> Tensor:
     """uint8 [bytes], little-endian, as bool [8 * bytes]."""
     shifts = torch.arange(8, dtype=torch.uint8)
     return ((bits.unsqueeze(-1) >> shifts) & 1).flatten().bool()
+
+
+def raw(bits: Tensor) -> bytes:
+    """The bytes of a uint8 tensor on the CPU."""
+    bits = bits.contiguous()
+    return ctypes.string_at(bits.data_ptr(), bits.numel()) if bits.numel() else b""
 
 
 def union(rows: Tensor) -> Tensor:

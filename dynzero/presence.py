@@ -6,16 +6,15 @@ optimizer, whose state they read; nothing here touches gradients on the device.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler import record_function
 
 from . import construction, norms, reduction, state
 from .discard import lost, settle
+from .ops import Range
 from .plan import bit_mask
 from .reduced import Local
 from .rounds import Pass, Waitable
@@ -58,14 +57,15 @@ def message(
     when: tuple[int, int] | None = None,
 ) -> Message:
     """when: clears and given_up of a message that may be sent later than it is due."""
+    alone = opt._control.world == 1  # nobody to tell
     return Message(
         opt._iteration,
         opt._window_number,
         opt._window.rounds,
         action,
-        opt._fingerprint.of(opt.param_groups) if opt._control.world > 1 else 0,
+        0 if alone else opt._fingerprint.of(opt.param_groups),
         0 if complaint is None else COMPLAINT,
-        int(bool(opt._window.withdrawn().any())),
+        0 if alone else int(bool(opt._window.withdrawn().any())),
         *(when or opt._discards.now),
         detail,
     )
@@ -103,11 +103,9 @@ def read(opt: ZeroOptimizer) -> tuple[Local, Exception | None]:
 
 def replaced(opt: ZeroOptimizer) -> ValueError | None:
     """A complaint if somebody has put other parameter objects into `param_groups`."""
-    now = [p for group in opt.param_groups for p in group["params"]]
-    if len(now) == len(opt._params) and all(map(operator.is_, now, opt._params)):
+    i = opt._reader.scan.first_other([group["params"] for group in opt.param_groups])
+    if i < 0:
         return None
-    pairs = zip(now, opt._params, strict=False)
-    i = next((i for i, (p, q) in enumerate(pairs) if p is not q), min(len(now), opt._layout.size))
     name = opt._names[i] if i < opt._layout.size else "one more"
     return ValueError(
         f"parameter '{name}' in param_groups is not the object that it was; expected those "
@@ -119,7 +117,7 @@ def agree(
     opt: ZeroOptimizer, action: Action, detail: tuple[float, float] = NO_DETAIL
 ) -> tuple[Local, Agreed]:
     """Meet all ranks at `action`, taking part in the others' rounds until they arrive."""
-    with record_function("dynzero::presence"):
+    with Range("dynzero::presence"):
         opt._in_backward = False
         if opt._rounds is not None:
             opt._rounds.finish()
@@ -149,6 +147,8 @@ def judge(opt: ZeroOptimizer, agreed: Agreed, complaint: Exception | None) -> bo
         return True
     if any(m.trouble for m in agreed.messages):
         opt._control.raise_together(complaint)
+    if opt._control.world == 1:
+        return
     difference = first_difference(agreed.messages, opt._control.ranks)
     if difference is not None:
         raise RuntimeError(difference)

@@ -20,13 +20,15 @@ from .plan import Bucket, Plan, indices_of
 class Local:
     """This rank's gradients. ptrs: int64 [2, params] on the CPU: gradients, parameters.
 
-    bits: uint8 presence. `own` holds, by parameter index, gradients that have been taken out of the
-    parameters, and regular copies of those that a kernel cannot read where they lie.
+    bits: uint8 presence. table: int64 [3, params], zeros and then `ptrs`. `own` holds, by parameter
+    index, gradients that have been taken out of the parameters, and regular copies of those that a
+    kernel cannot read where they lie.
     """
 
     ptrs: Tensor
     bits: Tensor
     own: dict[int, Tensor] = field(default_factory=dict)
+    table: Tensor | None = None
 
     def arrive(self, plan: Plan, bucket: Bucket, place: int) -> Iterator[Any]:
         """Yields what to wait for until the bucket's gradients are here. These are all here."""
@@ -56,11 +58,9 @@ class Reader:
 
     def read(self) -> tuple[Local, Exception | None]:
         """What is there now, and a complaint if a parameter is not what it was."""
-        pin = self.device.type == "cuda"
-        ptrs = torch.empty(2, self.layout.size, dtype=torch.int64, pin_memory=pin)
-        bits = torch.empty(self.layout.bit_bytes, dtype=torch.uint8)
-        odd, changed = self.scan.read(ptrs[0], ptrs[1], bits)
-        local = Local(ptrs, bits)
+        table, bits, odd, changed = self.scan.snapshot(self.device.type == "cuda")
+        ptrs = table[1:]
+        local = Local(ptrs, bits, table=table)
         if changed:
             return local, self.complaint(changed[0])
         for i in odd:
@@ -68,6 +68,12 @@ class Reader:
         for i, stand_in in self.staged.items():
             ptrs[1, i] = stand_in.data_ptr()
         return local, None
+
+    def upload(self, local: Local) -> tuple[Tensor, Tensor]:
+        """What a check of gradients in place needs: (addresses, flags of zero), by one copy."""
+        assert local.table is not None
+        zeros, ptrs = upload(local.table[:2], self.device).unbind()
+        return ptrs, zeros.view(torch.int32)[: self.layout.size]
 
     def complaint(self, i: int) -> ValueError:
         p = self.params[i]
@@ -199,3 +205,11 @@ class Gradients:
         if self.scale is not None:
             return grad / (self.scale * divisor).to(grad.dtype)
         return grad if divisor == 1 else grad / divisor
+
+
+def upload(table: Tensor, device: torch.device) -> Tensor:
+    """A copy of a CPU tensor on `device`; asynchronous, through pinned memory, on CUDA."""
+    if device.type == "cpu":
+        return table.clone()
+    # The pinned memory is torch's, which does not hand it out again before the copy is over.
+    return table.pin_memory().to(device, non_blocking=True)

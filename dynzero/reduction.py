@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler import record_function
 
-from .plan import Plan, bit_mask, counts_of, indices_of, make_plan, union
-from .reduced import Gradients, Local
-from .shard import upload
+from .ops import Range
+from .plan import Plan, bit_mask, counts_of, indices_of, make_plan, raw, union
+from .reduced import Gradients, Local, upload
 from .transports.control import Agreed
 from .window import Window, run
 
@@ -39,18 +38,18 @@ def plan_of(
     present: uint8 [world, bytes], whose counts become the divisors of "present" averages; None
     divides by the world size (which a reduction never uses).
     """
-    if not bool(opt._mean_over_present.any()):
+    by_count = opt._mean_over_present
+    if by_count is None:
         present = None
-    counts_key = b"" if present is None else bytes(present.flatten().tolist())
-    key = (bytes(bits.tolist()), counts_key, whole)
+    key = (raw(bits), b"" if present is None else raw(present), whole)
     plan = opt._plans.get(key)
     if plan is None:
-        with record_function("dynzero::plan"):
+        with Range("dynzero::plan"):
             active = indices_of(bits, opt._layout.size)
             divisor = torch.full_like(active, opt._layout.world)
-            if present is not None:
+            if present is not None and by_count is not None:
                 counts = counts_of(present, active).clamp(min=1)
-                divisor = torch.where(opt._mean_over_present[active], counts, divisor)
+                divisor = torch.where(by_count[active], counts, divisor)
             # With one process nothing travels: a bucket is just one launch, for all there is.
             bucket_bytes = opt._options.bucket_bytes if opt._mover is not None else math.inf
             plan = make_plan(
@@ -89,7 +88,7 @@ def reduce(
     if plan is not None:
         if opt._rounds is not None:
             opt._reader.take(local)
-        with record_function("dynzero::reduce"):
+        with Range("dynzero::reduce"):
             run(opt._mover.reduce(plan, local, present, window))
     final = plan_of(opt, union(window.present) | now, window.present, whole=opt._shard.whole)
     return None if final is None else gradients_of(opt, final, local, window)
@@ -106,10 +105,12 @@ def gradients_in_place(
     plan = plan_of(opt, bits, present, whole=True)
     if plan is None:
         return None
+    host_ptrs, param_ptrs = local.ptrs.unbind()
+    ptrs, nonfinite = opt._reader.upload(local)
     return Gradients(
-        plan=plan, layout=opt._layout, host_ptrs=local.ptrs[0], param_ptrs=local.ptrs[1],
-        ptrs=upload(local.ptrs[0], opt._device), buffers=[], in_place=True, local=local,
-        reader=opt._reader, present=active, own=opt._layout.numel, scale=opt._scale.factor,
+        plan=plan, layout=opt._layout, host_ptrs=host_ptrs, param_ptrs=param_ptrs,
+        ptrs=ptrs, buffers=[], in_place=True, local=local, reader=opt._reader, present=active,
+        own=opt._layout.numel, scale=opt._scale.factor, nonfinite=nonfinite,
     )  # fmt: skip
 
 

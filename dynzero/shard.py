@@ -16,7 +16,7 @@ from .fused import FusedSpec
 from .layout import Layout, flat_view, shard_dtype
 from .ops import HYPER_COLUMNS, STATE_POINTERS, STATUS_FIELDS, ops
 from .plan import Bucket, Plan
-from .reduced import Gradients
+from .reduced import Gradients, upload
 
 # Keys of a parameter group that are ours or torch's bookkeeping, not the optimizer's options.
 NOT_OPTIONS = ("params", "param_names", "absent", "average")
@@ -37,6 +37,7 @@ class Shard:
         self.staged: dict[int, Tensor] = {}  # stand-ins of parameters whose memory has gaps
         self.masters: dict[int, Tensor] = {}
         self.live: set[int] = set()
+        self._is_live = torch.zeros(layout.size, dtype=torch.bool)  # the same, by index
         self.relayout(layout)
         self.steps = torch.zeros(layout.size, dtype=torch.float32, device=device)
 
@@ -50,6 +51,7 @@ class Shard:
     def grow(self, layout: Layout) -> None:
         extra = torch.zeros(layout.size - self.layout.size, device=self.device)
         self.steps = torch.cat([self.steps, extra])
+        self._is_live = torch.cat([self._is_live, extra.cpu().bool()])
         self.relayout(layout)
 
     def own_view(self, i: int) -> Tensor:
@@ -57,16 +59,21 @@ class Shard:
         flat = self.staged[i] if i in self.staged else flat_view(self.params[i])
         return flat[self._start[i] : self._start[i] + self._own[i]]
 
-    def ensure(self, indices: Iterable[int], groups: list[dict[str, Any]]) -> None:
+    def ensure(self, active: Tensor, groups: list[dict[str, Any]]) -> None:
         """Create masters and state of the parameters that are active for the first time."""
-        new = [i for i in indices if i not in self.live]
-        if not new:
+        fresh = ~self._is_live[active]
+        if not fresh.any():
             return
-        self.live.update(new)
+        new = active[fresh].tolist()
+        self._now_live(new)
         half = [i for i in new if self.layout.dtypes[i].itemsize == 2]
         for i, master in self.allocate(half).items():
             self.masters[i] = master.copy_(self.own_view(i))
         self.create(new, groups)
+
+    def _now_live(self, indices: list[int]) -> None:
+        self.live.update(indices)
+        self._is_live[indices] = True
 
     def allocate(self, indices: list[int]) -> dict[int, Tensor]:
         """Zeros of each own piece's size, in the update dtype; one allocation per dtype."""
@@ -104,10 +111,11 @@ class Shard:
         """Forget all state."""
         self.masters.clear()
         self.live.clear()
+        self._is_live.zero_()
         self.steps.zero_()
 
     def restore_master(self, i: int, master: Tensor | None) -> None:
-        self.live.add(i)
+        self._now_live([i])
         if self.layout.dtypes[i].itemsize == 2:
             self.masters[i] = next(iter(self.allocate([i]).values()))
             self.masters[i].copy_(self.own_view(i) if master is None else master)
@@ -337,10 +345,3 @@ class TorchShard(Shard):
 
 def copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def upload(table: Tensor, device: torch.device) -> Tensor:
-    """A copy of a CPU tensor on `device`; asynchronous, through pinned memory, on CUDA."""
-    if device.type == "cpu":
-        return table.clone()
-    return table.pin_memory().to(device, non_blocking=True)

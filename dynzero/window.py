@@ -16,8 +16,8 @@ from torch import Tensor
 from .layout import Layout, shard_dtype
 from .ops import ops
 from .plan import Bucket, Plan
-from .reduced import Gradients, Local
-from .shard import Shard, upload
+from .reduced import Gradients, Local, upload
+from .shard import Shard
 from .transports.collective import Collective, Work
 
 # Buckets in flight: one is being packed while the one before it travels.

@@ -153,6 +153,32 @@ def test_param_scan_keeps_the_tensors_and_its_own_list():
     assert scan([torch.zeros(1)] * 4, scanner)[1] == addresses
 
 
+@pytest.mark.parametrize("n", [1, 31, 32, 33, 65])
+def test_param_scan_in_blocks(n):
+    """Blocks of 32: every parameter is itself, whatever its place."""
+    params = [with_grad(torch.zeros(2, 3), torch.ones(2, 3) if i % 3 else None) for i in range(n)]
+    params[-1] = with_grad(torch.zeros(4, 4), torch.ones(4, 4).t())
+    scanner = ParamScan(params)
+    params[0].data = torch.zeros(2, 3).double() if n > 1 else params[0].data
+    grads, addresses, present, odd, changed = scan(params, scanner)
+    assert addresses == [p.data_ptr() for p in params]
+    assert grads[:-1] == [0 if p.grad is None else p.grad.data_ptr() for p in params[:-1]]
+    assert present == [p.grad is not None for p in params]
+    assert (odd, changed) == ([n - 1], [0] if n > 1 else [])
+
+
+def test_param_scan_first_other():
+    a, b, c = (Parameter(torch.zeros(3)) for _ in range(3))
+    scanner = ParamScan([a, b])
+    assert scanner.first_other([[a], [b]]) == scanner.first_other([[], (a, b)]) == -1
+    assert scanner.first_other([[a, c]]) == 1
+    assert scanner.first_other([[b], [a]]) == 0
+    assert scanner.first_other([[a]]) == 1
+    assert scanner.first_other([[a, b], [c]]) == 2
+    with pytest.raises(TypeError, match="expected lists of parameters"):
+        scanner.first_other([3])
+
+
 def test_param_scan_refuses_what_is_not_a_tensor():
     with pytest.raises(RuntimeError, match="ParamScan: expected a list of tensors, got a int"):
         ParamScan([torch.zeros(1), 3])

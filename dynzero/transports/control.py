@@ -140,6 +140,8 @@ class Control:
         return Exchange(self, message, bits)
 
     def exchange(self, message: Message, bits: Tensor) -> Agreed:
+        if self.world == 1:
+            return Agreed([message], bits.unsqueeze(0))
         return self.start(message, bits).wait()
 
     def gather_objects(self, thing: Any) -> list[Any]:
