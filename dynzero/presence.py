@@ -148,7 +148,7 @@ def judge(opt: ZeroOptimizer, agreed: Agreed, complaint: Exception | None) -> bo
     if any(m.trouble for m in agreed.messages):
         opt._control.raise_together(complaint)
     if opt._control.world == 1:
-        return
+        return False
     difference = first_difference(agreed.messages, opt._control.ranks)
     if difference is not None:
         raise RuntimeError(difference)
