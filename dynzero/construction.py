@@ -217,8 +217,7 @@ def build_mover(control: Control, layout: Layout, device: torch.device, group: A
     except ValueError as caught:
         error = caught
     control.raise_together(error)
-    collective = Collective(group, control.ranks, control.timeout)
-    return Mover(layout, device, collective)
+    return Mover(layout, device, Collective(group, control))
 
 
 # Comparing ranks.

@@ -114,7 +114,7 @@ def last_rank_stops(rank: int, world: int, stage: int) -> tuple[str, float]:
     return message_of(RuntimeError, opt.step), time.monotonic() - start
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@stages
 @pytest.mark.parametrize("world", [2, 3])
 def test_case_11_a_rank_that_stops_is_named(world: int, stage: int) -> None:
     for message, seconds in run_world(world, last_rank_stops, stage)[:-1]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import all_gather_single
+from .control import Control
 
 # Note [Sum on the owner]
 # An all-to-all moves exactly the bytes of a reduce-scatter, but leaves the sum to us: in float32
@@ -26,8 +27,8 @@ from . import all_gather_single
 class Work:
     """A collective under way. Once waited for it lets go of the buffers, which it keeps alive."""
 
-    def __init__(self, work: Any, on_cuda: bool) -> None:
-        self._work, self._on_cuda = work, on_cuda
+    def __init__(self, work: Any, control: Control, on_cuda: bool) -> None:
+        self._work, self._control, self._on_cuda = work, control, on_cuda
 
     def ready(self) -> bool:
         return self._on_cuda or self._work is None or bool(self._work.is_completed())
@@ -36,7 +37,8 @@ class Work:
         """On the CPU waits for the data; on CUDA makes the current stream wait for it."""
         work, self._work = self._work, None
         if work is not None:
-            work.wait()
+            with self._control.naming_ranks():
+                work.wait()
 
 
 class Collective:
@@ -57,27 +59,32 @@ class Collective:
                 "'cpu:gloo,cuda:nccl'"
             )
 
-    def __init__(self, group: Any, ranks: list[int], timeout: Any) -> None:
+    def __init__(self, group: Any, control: Control) -> None:
         backend = dist.get_backend(dist.group.WORLD if group is None else group)
-        self.ranks = ranks
+        self.control = control
         self.group = dist.new_group(
-            ranks, backend=backend, timeout=timeout, use_local_synchronization=True
+            control.ranks, backend=backend, timeout=control.timeout, use_local_synchronization=True
         )
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
         """Both [world, stride]: row r of `sent` goes to rank r, row r of `received` is from it."""
-        work = dist.all_to_all_single(
-            on_wire(received), on_wire(sent), group=self.group, async_op=True
-        )
-        return Work(work, sent.is_cuda)
+        with self.control.naming_ranks():
+            work = dist.all_to_all_single(
+                on_wire(received), on_wire(sent), group=self.group, async_op=True
+            )
+        return Work(work, self.control, sent.is_cuda)
 
     def all_gather(self, everybody: Tensor, mine: Tensor) -> Work:
         """everybody [world, ...] receives `mine` of each rank; `mine` may be its own row of it."""
-        work = all_gather_single(on_wire(everybody), on_wire(mine), group=self.group, async_op=True)
-        return Work(work, mine.is_cuda)
+        with self.control.naming_ranks():
+            work = all_gather_single(
+                on_wire(everybody), on_wire(mine), group=self.group, async_op=True
+            )
+        return Work(work, self.control, mine.is_cuda)
 
     def broadcast_from_first(self, tensor: Tensor) -> None:
-        dist.broadcast(as_bytes(tensor), src=self.ranks[0], group=self.group)
+        with self.control.naming_ranks():
+            dist.broadcast(as_bytes(tensor), src=self.control.ranks[0], group=self.group)
 
 
 def on_wire(tensor: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import datetime
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -117,6 +118,7 @@ class Control:
     def __init__(self, group: Any) -> None:
         self.world, self.rank, self.ranks = 1, 0, [0]
         self.group: Any = None
+        self.last: Message | None = None  # what this rank has said last
         if not dist.is_available() or not dist.is_initialized():
             if group is not None:
                 raise ValueError("process_group: torch.distributed is not initialised")
@@ -166,13 +168,22 @@ class Control:
             if other is not None:
                 raise ERRORS[other[0]](f"rank {self.ranks[rank]}: {other[1]}") from error
 
-    def lost(self, message: Message, cause: Exception) -> RuntimeError:
-        """The error for an exchange that did not complete, naming the ranks that are missing."""
-        missing = [self.ranks[r] for r in missing_ranks(self, message)]
+    @contextmanager
+    def naming_ranks(self) -> Iterator[None]:
+        """Around anything that needs the other ranks: the error names those that are missing."""
+        try:
+            yield
+        except RuntimeError as cause:
+            raise self.lost(cause) from cause
+
+    def lost(self, cause: Exception) -> RuntimeError:
+        missing = [self.ranks[r] for r in missing_ranks(self)]
         who = f"rank(s) {missing}" if missing else "another rank"
+        place = "construction"
+        if self.last is not None:
+            place = f"{SPOKEN[self.last.action]} of iteration {self.last.iteration}"
         return RuntimeError(
-            f"rank {self.ranks[self.rank]} waited at {SPOKEN[message.action]} of iteration "
-            f"{message.iteration}, but {who} did not arrive within "
+            f"rank {self.ranks[self.rank]} waited at {place}, but {who} did not arrive within "
             f"{self.timeout.total_seconds():g} s or died; every rank of the group must make the "
             f"same calls (opt.join() covers uneven data): {cause}"
         )
@@ -193,29 +204,25 @@ class Exchange:
     """One exchange under way: `ready()` never blocks, `wait()` returns the verdict or raises."""
 
     def __init__(self, control: Control, message: Message, bits: Tensor) -> None:
-        self.control, self.message = control, message
+        self.control, control.last = control, message
         head = torch.frombuffer(bytearray(message.pack()), dtype=torch.uint8)
         self.mine = torch.cat([head, bits])
         self.all = self.mine.unsqueeze(0)
         self.work: Any = None
         if control.world > 1:
             self.all = torch.empty(control.world, self.mine.numel(), dtype=torch.uint8)
-            try:
+            with control.naming_ranks():
                 self.work = all_gather_single(
                     self.all.view(-1), self.mine, group=control.group, async_op=True
                 )
-            except RuntimeError as cause:
-                raise control.lost(message, cause) from cause
 
     def ready(self) -> bool:
         return self.work is None or self.work.is_completed()
 
     def wait(self) -> Agreed:
         if self.work is not None:
-            try:
+            with self.control.naming_ranks():
                 self.work.wait()
-            except RuntimeError as cause:
-                raise self.control.lost(self.message, cause) from cause
         heads = self.all[:, :MESSAGE_BYTES].contiguous()
         return Agreed(unpack_all(heads), self.all[:, MESSAGE_BYTES:])
 
@@ -275,12 +282,15 @@ def group_timeout(group: Any) -> datetime.timedelta:
     return timeout if timeout is not None else dist.constants.default_pg_timeout
 
 
-def missing_ranks(control: Control, message: Message, grace_s: float = 3.0) -> list[int]:
-    """Ranks of the group that do not report, through the store, that they are waiting as well."""
+def missing_ranks(control: Control, grace_s: float = 3.0) -> list[int]:
+    """Ranks of the group that do not report, through the store, that they miss somebody as well.
+
+    They may do so from different places: some may be exchanging data already. The group does not
+    survive this, so one report a rank will do.
+    """
     try:
         store = dist.distributed_c10d._get_default_store()
-        name = f"dynzero/{control.group.group_name}/{message.iteration}/{message.window}"
-        keys = [f"{name}/{message.round}/{rank}" for rank in range(control.world)]
+        keys = [f"dynzero/{control.group.group_name}/{rank}" for rank in range(control.world)]
         store.set(keys[control.rank], "waiting")
         deadline = time.monotonic() + grace_s
         missing = list(range(control.world))

@@ -1,0 +1,65 @@
+"""A rank whose process is killed: the others get an error that names it and the step, in time."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from models import mixed, two_heads
+from play import make
+from scenario import Turn
+from world import RankFailure, check_words, run_world
+
+SCENARIO = two_heads(mixed)
+SHORT = datetime.timedelta(seconds=3)
+
+
+def die(*_: Any, **__: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_until_one_dies(rank: int, world: int, stage: int, where: str) -> None:
+    """In step 1 the last rank dies before its backward, before step(), or while data moves."""
+    model = SCENARIO.model()
+    opt = make(SCENARIO, model, stage=stage, process_group=dist.new_group(timeout=SHORT))
+    for step in range(3):
+        mortal = step == 1 and rank == world - 1
+        if mortal and where == "before backward":
+            die()
+        if mortal and where == "reduce":
+            opt._mover.collective.all_to_all = die
+        if mortal and where == "gather":
+            opt._mover.gather_rows = die
+        opt.backward(SCENARIO.loss(model, Turn(step, 0, rank, world)))
+        if mortal and where == "before step":
+            die()
+        opt.step()
+        opt.zero_grad()
+
+
+# A death costs the pool of processes, so not every combination.
+DEATHS = [
+    (2, 0, "before step"),
+    (2, 1, "gather"),
+    (2, 2, "before backward"),
+    (3, 0, "reduce"),
+    (3, 1, "before backward"),
+    (3, 2, "reduce"),
+    (3, 2, "before step"),
+]
+
+
+@pytest.mark.parametrize(("world", "stage", "where"), DEATHS)
+def test_a_dead_rank_is_named(world: int, stage: int, where: str) -> None:
+    """run_world gives the others 15 s after the death; then they would count as stuck."""
+    with pytest.raises(RankFailure) as failure:
+        run_world(world, train_until_one_dies, stage, where)
+    errors = failure.value.errors
+    assert sorted(errors) == list(range(world - 1)), failure.value
+    for error in errors.values():
+        assert error.kind == "RuntimeError", error.traceback
+        check_words(error.message, [f"rank(s) [{world - 1}]", "iteration 1", "died"])
