@@ -139,3 +139,28 @@ def test_absent_is_set_by_group(world: int, stage: int) -> None:
         assert_same_bits(end["a.weight"], start["a.weight"], "a.weight")
         assert_close(end["b.weight"], start["b.weight"] * 0.95, "b.weight decays")
         assert not torch.equal(end["trunk.weight"], start["trunk.weight"])
+
+
+def average_by_group(rank: int, world: int, stage: int) -> dict[str, Tensor]:
+    """The last rank alone has a gradient, 6 for all; head b's group divides by who has it."""
+    model = seeded_heads()
+    groups = [
+        {"params": list(named(model.trunk))},
+        {"params": [(f"a.{n}", p) for n, p in named(model.a)], "average": "world"},
+        {"params": [(f"b.{n}", p) for n, p in named(model.b)], "average": "present"},
+    ]
+    opt = dynzero.ZeroOptimizer(groups, torch.optim.SGD, stage=stage, lr=1.0)
+    if rank == world - 1:
+        opt.backward(torch.stack([6.0 * p.sum() for p in model.parameters()]).sum())
+    opt.step()
+    return snapshot(model)
+
+
+@stages
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_average_is_set_by_group(world: int, stage: int) -> None:
+    start = snapshot(seeded_heads())
+    for end in run_world(world, average_by_group, stage):
+        for name, value in start.items():
+            mean = 6.0 if name.startswith("b.") else 6.0 / world
+            assert_same_bits(end[name], value - mean, name)
