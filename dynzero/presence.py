@@ -232,15 +232,15 @@ def discard(opt: ZeroOptimizer) -> None:
     if opt._rounds is None:
         opt._discards.clear(raised)
         return
-    announced = opt._rounds.cut_short()
-    raised |= announced
+    raised |= opt._rounds.cut_short()
     opt._discards.clear(raised or opt._rounds.pending or opt._window.used)
-    if raised and not announced:
+    if raised:
         opt._rounds.push(clear(opt, opt._discards.now))
+    opt._rounds.finish_aside()
 
 
 def clear(opt: ZeroOptimizer, when: tuple[int, int]) -> Iterator[Waitable]:
-    """Stage 2, after a backward that raised: answer the round that the others have announced."""
+    """Stage 2, after a backward that raised: tell others, who may count on its gradients."""
     mine = message(opt, Action.CLEAR, None, when=when)
     exchange = opt._control.start(mine, message_bits(opt, nothing(opt).bits))
     yield exchange

@@ -7,6 +7,7 @@ fill, and what is left when the pass ends. See Note [Backward never blocks for g
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import weakref
 from collections import deque
@@ -30,7 +31,8 @@ from .reduced import Local, Reader
 # the end of backward pushes it on and waits for a bounded time only (to keep memory low in the
 # normal case, where all ranks arrive); the next call that reduces (step and the like) finishes what
 # is left, in order. The result does not depend on when: each round is summed by itself and added in
-# order.
+# order. After zero_grad() has given up rounds that others may be waiting for, a thread finishes
+# them, for this rank may not come back here before the others have gone on.
 
 PATIENCE_S = 0.25
 # The frame from which autograd calls the backward of a torch.autograd.Function.
@@ -121,6 +123,8 @@ class Rounds:
         self._queue: deque[Iterator[Waitable]] = deque()
         self._waits_for: Waitable | None = None
         self._current: Pass | None = None
+        self._driving = threading.Lock()  # held by whoever pushes rounds on
+        self._failure: BaseException | None = None  # of the thread, for the next call here
         self.superseded = False
         # All work of rounds is queued on one stream, wherever hooks and calls find themselves.
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -228,13 +232,20 @@ class Rounds:
 
     def _advance(self, deadline: float) -> None:
         """Push rounds on, in order, waiting for others until `deadline` (time.monotonic)."""
-        while self._queue:
-            if self._waits_for is not None:
-                while not self._waits_for.ready():
-                    if time.monotonic() > deadline:
-                        return
-                    time.sleep(2e-5)
-            self._next()
+        if not self._driving.acquire(blocking=False):
+            return
+        try:
+            while self._queue and self._may_go_on(deadline):
+                self._next()
+        finally:
+            self._driving.release()
+
+    def _may_go_on(self, deadline: float) -> bool:
+        while self._waits_for is not None and not self._waits_for.ready():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(2e-5)
+        return True
 
     def _next(self) -> None:
         with self._on_stream():
@@ -252,12 +263,29 @@ class Rounds:
     def finish(self) -> None:
         """Complete all started rounds, waiting for as long as it takes."""
         self._end_pass()
-        while self._queue:
-            self._next()
+        with self._driving:
+            failure, self._failure = self._failure, None
+            if failure is not None:
+                raise failure
+            while self._queue:
+                self._next()
         if self._stream is not None:
             current = torch.cuda.current_stream(self._stream.device)
             if current != self._stream:
                 current.wait_stream(self._stream)
+
+    def finish_aside(self) -> None:
+        """finish(), in a thread."""
+        if self._queue:
+            threading.Thread(target=self._finish_in_thread, daemon=True).start()
+
+    def _finish_in_thread(self) -> None:
+        with self._driving:
+            try:
+                while self._queue:
+                    self._next()
+            except BaseException as error:
+                self._failure = error
 
 
 def inside_function() -> bool:

@@ -126,7 +126,7 @@ def test_buckets_leave_while_backward_runs(world: int, backend: str) -> None:
     for got, early, sent in results:
         assert sent == len(SIZES)
         assert 0 < early < sent
-        if world == 2:
+        if world == 2 and backend == "gloo":  # both on the CPU
             assert same(got, params)
         assert same(got, results[0][0])
 
