@@ -326,6 +326,7 @@ def sync_params(
                 p.copy_(value)
         elif not torch.equal(as_bytes(value), as_bytes(p.detach().contiguous())):
             unequal.append(name)
+        del value  # before the next one is copied
     error = None
     if unequal:
         error = ValueError(
