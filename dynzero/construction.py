@@ -44,6 +44,7 @@ class Options:
     transport: str
     fused: bool | None
     sync_params: bool
+    presence: str
 
     def check(self) -> None:
         """Raise ValueError for the first argument that is not one of those allowed."""
@@ -62,6 +63,7 @@ class Options:
             "transport": (self.transport in ("auto", "collective"), "'auto' or 'collective'"),
             "fused": (self.fused in (None, True, False), "None, True or False"),
             "sync_params": (isinstance(self.sync_params, bool), "True or False"),
+            "presence": (self.presence in ("exact", "static"), "'exact' or 'static'"),
         }
         for name, (fine, expected) in rules.items():
             if not fine:

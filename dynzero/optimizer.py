@@ -17,9 +17,10 @@ from .layout import build_layout
 from .loss_scale import ScaleState
 from .ops import STATUS_FIELDS, Range, ops
 from .plan import PlanCache, indices_of
-from .reduced import Gradients, Local, Reader, upload
+from .reduced import Gradients, Local, Reader, capturing, upload
 from .report import LastStep, Outcome, Outcomes
 from .rounds import Pass, Rounds, Waitable
+from .static import Repeated
 from .transports.control import Action, Agreed, Control
 from .window import Window
 
@@ -41,6 +42,9 @@ class ZeroOptimizer(Optimizer):
         the buffers that travel. transport: "auto" or "collective". fused: None uses our kernels
         where they cover the options, True insists, False runs the torch class itself.
     sync_params: copy the first rank's parameters to all ranks; False checks that they agree.
+    presence: "exact" asks in every window who has which gradients. "static" promises that every
+        window repeats the first (calls and parameters, on each rank): nothing is asked any more,
+        and with one process `step()` can be captured in a CUDA graph.
 
     Raises ValueError, TypeError or RuntimeError, the same on every rank, for anything that cannot
     work. Source: Rajbhandari et al., "ZeRO", 2020; the update is the torch.optim class's.
@@ -59,16 +63,17 @@ class ZeroOptimizer(Optimizer):
         check_finite: bool = True,
         process_group: Any = None,
         wire_dtype: torch.dtype | None = None,
-        bucket_bytes: float = 64 << 20,
+        bucket_bytes: float = 128 << 20,
         transport: str = "auto",
         fused: bool | None = None,
         sync_params: bool = True,
+        presence: str = "exact",
         **defaults: Any,
     ) -> None:
         self._control = Control(process_group)
         options = Options(
             stage, absent, average, max_grad_norm, loss_scale, check_finite, wire_dtype,
-            bucket_bytes, transport, fused, sync_params,
+            bucket_bytes, transport, fused, sync_params, presence,
         )  # fmt: skip
         error: Exception | None = None
         try:
@@ -112,6 +117,7 @@ class ZeroOptimizer(Optimizer):
     def _start(self) -> None:
         self._iteration, self._window_number = 0, 0
         self._discards = Discards(self._control.world)
+        self._repeated = Repeated() if self._options.presence == "static" else None
         self._in_backward = False  # also after a backward() that raised
         self._plans = PlanCache()
         self._mean_over_present = construction.mean_over_present(self.param_groups, self._layout)
@@ -142,6 +148,7 @@ class ZeroOptimizer(Optimizer):
         a parameter's dtype, device, shape or memory format has changed.
         """
         loss = None
+        self._check_capture()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -149,6 +156,13 @@ class ZeroOptimizer(Optimizer):
         with torch.no_grad():
             self._perform_step(local, agreed)
         return loss
+
+    def _check_capture(self) -> None:
+        if capturing(self._device) and (self._repeated is None or not self._repeated.closed):
+            raise RuntimeError(
+                "step() in a CUDA graph: a replay cannot ask which parameters are active; build "
+                "the optimizer with presence='static' and take a step before the capture"
+            )
 
     def _perform_step(self, local: Local, agreed: Agreed) -> None:
         grads = reduction.reduce(self, local, agreed, closing=True)
@@ -162,7 +176,8 @@ class ZeroOptimizer(Optimizer):
             outcome = Outcome(grads.status, self._scale.tensor, records)
             self.last_step = LastStep(iteration, self._layout.names, outcome)
             self.last_step.present = grads.present
-            self._outcomes.follow(self.last_step)
+            if not outcome.captured:
+                self._outcomes.follow(self.last_step)
         self._end_window()
         self._discards = Discards(self._control.world)
 
@@ -249,6 +264,11 @@ class ZeroOptimizer(Optimizer):
         A rank that has left its loop contributes nothing to the others' steps but follows them, so
         that all ranks hold the same parameters in the end. An exception leaves without joining.
         """
+        if self._repeated is not None:
+            raise ValueError(
+                "join: a rank that has left its loop does not repeat the first window; build the "
+                "optimizer with presence='exact'"
+            )
         yield
         if self._control.world > 1:
             presence.shadow(self)

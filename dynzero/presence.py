@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import construction, norms, reduction, state
-from .discard import lost, settle
+from .discard import drop_window, lost, settle
 from .ops import Range
 from .plan import bit_mask
 from .reduced import Local
@@ -125,6 +125,9 @@ def agree(
         opt._outcomes.poll()
         complaint = complaint or opt._scale.exhausted(opt._outcomes.exhausted)
         bits = message_bits(opt, local.bits)
+        known = recalled(opt, action, bits, complaint)
+        if known is not None:
+            return local, known
         while True:
             mine = message(opt, action, complaint, detail)
             if opt._discards.lost:
@@ -134,8 +137,21 @@ def agree(
                 continue
             if not agreed.any_at(Action.ROUND):
                 take_back(opt, mine, agreed)
+                if opt._repeated is not None:
+                    opt._repeated.note(opt, action, agreed)
                 return local, agreed
             take_part(opt, agreed)
+
+
+def recalled(
+    opt: ZeroOptimizer, action: Action, bits: Tensor, complaint: Exception | None
+) -> Agreed | None:
+    """presence="static": the answer of the first window."""
+    if opt._repeated is None or not opt._repeated.closed:
+        return None
+    if complaint is not None:
+        raise complaint
+    return opt._repeated.recall(opt, action, bits)
 
 
 def judge(opt: ZeroOptimizer, agreed: Agreed, complaint: Exception | None) -> bool:
@@ -209,12 +225,16 @@ def round_of(
 ) -> Iterator[Waitable]:
     while when[0] > opt._discards.behind:
         bits = current.announce()
-        mine = message(opt, Action.ROUND, complaint, when=when)
-        exchange = opt._control.start(mine, message_bits(opt, bits))
-        yield exchange
-        agreed = exchange.wait()
-        if judge(opt, agreed, complaint):
-            continue
+        agreed = recalled(opt, Action.ROUND, bits, complaint)
+        if agreed is None:
+            mine = message(opt, Action.ROUND, complaint, when=when)
+            exchange = opt._control.start(mine, message_bits(opt, bits))
+            yield exchange
+            agreed = exchange.wait()
+            if judge(opt, agreed, complaint):
+                continue
+            if opt._repeated is not None:
+                opt._repeated.note(opt, Action.ROUND, agreed)
         ours = agreed.in_round()[opt._control.rank]
         opt._window.rounds += 1
         if ours:
@@ -233,6 +253,11 @@ def discard(opt: ZeroOptimizer) -> None:
         opt._discards.clear(raised)
         return
     raised |= opt._rounds.cut_short()
+    if opt._repeated is not None and opt._repeated.closed:  # as all ranks do
+        opt._rounds.finish()
+        if opt._window.used:
+            drop_window(opt)
+        return
     opt._discards.clear(raised or opt._rounds.pending or opt._window.used)
     if raised:
         opt._rounds.push(clear(opt, opt._discards.now))

@@ -54,11 +54,14 @@ class Reader:
 
         self.params, self.layout, self.device = params, layout, device
         self.scan = load_extension().ParamScan(params)
+        self._uploaded: tuple[Tensor, Tensor] | None = None  # of the last step, in place
         self.staged = {i: flat_copy(p.detach(), p) for i, p in enumerate(params) if not is_dense(p)}
 
     def read(self) -> tuple[Local, Exception | None]:
         """What is there now, and a complaint if a parameter is not what it was."""
-        table, bits, odd, changed = self.scan.snapshot(self.device.type == "cuda")
+        table, bits, odd, changed = self.scan.snapshot(
+            self.device.type == "cuda" and not capturing(self.device)
+        )
         ptrs = table[1:]
         local = Local(ptrs, bits, table=table)
         if changed:
@@ -70,10 +73,23 @@ class Reader:
         return local, None
 
     def upload(self, local: Local) -> tuple[Tensor, Tensor]:
-        """What a check of gradients in place needs: (addresses, flags of zero), by one copy."""
+        """What a check of gradients in place needs: (addresses, flags of zero), by one copy.
+
+        Addresses that have not changed are there already, so that a captured step copies nothing
+        that a replay would read too late.
+        """
         assert local.table is not None
-        zeros, ptrs = upload(local.table[:2], self.device).unbind()
-        return ptrs, zeros.view(torch.int32)[: self.layout.size]
+        if self._uploaded is None or not torch.equal(self._uploaded[0], local.ptrs[0]):
+            if capturing(self.device):
+                raise RuntimeError(
+                    "step() in a CUDA graph: gradients are not where the step before the capture "
+                    "found them; keep them there with zero_grad(set_to_none=False)"
+                )
+            zeros, ptrs = upload(local.table[:2], self.device).unbind()
+            self._uploaded = local.ptrs[0], ptrs
+            return ptrs, zeros.view(torch.int32)[: self.layout.size]
+        flags = torch.zeros(self.layout.size, dtype=torch.int32, device=self.device)
+        return self._uploaded[1], flags
 
     def complaint(self, i: int) -> ValueError:
         p = self.params[i]
@@ -136,6 +152,11 @@ class Reader:
             p = self.params[i].detach()
             real = torch.view_as_real(p) if p.is_complex() else p
             real.copy_(stand_in.view(real.shape))
+
+
+def capturing(device: torch.device) -> bool:
+    """True while a CUDA graph is being captured, when the host may allocate no pinned memory."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def outlive_kernels(grads: list[Tensor | None], stream: torch.cuda.Stream) -> None:

@@ -25,7 +25,9 @@ class Readback:
     def __init__(self, numbers: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
         self._numbers = numbers
-        if numbers.is_cuda:
+        # In a CUDA graph they stay on the device: each replay writes them anew.
+        self.captured = numbers.is_cuda and torch.cuda.is_current_stream_capturing()
+        if numbers.is_cuda and not self.captured:
             pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self._numbers = pinned.copy_(numbers, non_blocking=True)
             self._event = torch.cuda.Event()
@@ -34,7 +36,7 @@ class Readback:
     def ready(self) -> bool:
         return self._event is None or self._event.query()
 
-    @cached_property
+    @property
     def numbers(self) -> list[float]:
         if self._event is not None:
             self._event.synchronize()
@@ -86,7 +88,7 @@ class LastStep:
             return ()
         return tuple(self._names[i] for i in indices_of(self.present, len(self._names)).tolist())
 
-    @cached_property
+    @property
     def _values(self) -> dict[str, float]:
         if self.outcome is None:
             return {"found": 0.0, "norm": 0.0, "scale": 1.0}
@@ -109,7 +111,7 @@ class LastStep:
     def loss_scale(self) -> float:
         return self._values["scale"]
 
-    @cached_property
+    @property
     def overflow(self) -> list[tuple[str, int, str]] | None:
         if self.outcome is None or not self._values["found"]:
             return None

@@ -1,0 +1,74 @@
+"""presence="static": every window repeats the first, so its answers are used again.
+
+Ranks promise to make the same calls, with the same parameters present on each of them, in every
+window; nothing is exchanged any more, and a step of one process can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .plan import indices_of
+from .transports.control import SPOKEN, Action, Agreed
+
+if TYPE_CHECKING:
+    from .optimizer import ZeroOptimizer
+
+
+class Answer(NamedTuple):
+    """What all ranks said at one place of the first window, and who was present in it by then."""
+
+    agreed: Agreed
+    present: Tensor
+
+
+class Repeated:
+    """The answers of the first window, by the call and the number of rounds before it."""
+
+    def __init__(self) -> None:
+        self._answers: dict[tuple[Action, int], Answer] = {}
+        self.closed = False  # once the first window has ended in a step
+
+    def note(self, opt: ZeroOptimizer, action: Action, agreed: Agreed) -> None:
+        if action in (Action.ADD_GROUP, Action.LOAD):
+            self._answers.clear()
+            self.closed = False
+        elif not self.closed:
+            answer = Answer(agreed, opt._window.present.clone())
+            self._answers[action, opt._window.rounds] = answer
+            self.closed = action is Action.STEP
+
+    def recall(self, opt: ZeroOptimizer, action: Action, bits: Tensor) -> Agreed | None:
+        """What was agreed here in the first window; None if that is not over, or to be asked anew.
+
+        bits: presence on this rank. Raises ValueError, on this rank alone, where it differs.
+        """
+        if not self.closed or action in (Action.STATE, Action.ADD_GROUP, Action.LOAD):
+            return None
+        answer = self._answers.get((action, opt._window.rounds))
+        if answer is None:
+            raise ValueError(
+                f"presence='static': rank {opt._control.ranks[opt._control.rank]} is at "
+                f"{SPOKEN[action]} after {opt._window.rounds} backward passes, as never in the "
+                "first window; repeat the same calls in every window, or use presence='exact'"
+            )
+        before = answer.agreed.bits[opt._control.rank]
+        self._compare(opt, before[: opt._layout.bit_bytes], bits[: opt._layout.bit_bytes])
+        if action is not Action.ROUND:
+            opt._window.present &= answer.present
+        return answer.agreed
+
+    def _compare(self, opt: ZeroOptimizer, before: Tensor, now: Tensor) -> None:
+        if torch.equal(before, now):
+            return
+        i = int(indices_of(before ^ now, opt._layout.size)[0])
+        had = "has" if bool(now[i // 8] >> i % 8 & 1) else "has no"
+        raise ValueError(
+            f"presence='static': parameter '{opt._layout.names[i]}' {had} gradient in iteration "
+            f"{opt._iteration} on rank {opt._control.ranks[opt._control.rank]}, unlike in the "
+            "first window; the other ranks wait for this one until the group's timeout. Train the "
+            "same parameters in every window, or use presence='exact'"
+        )

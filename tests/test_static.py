@@ -1,0 +1,175 @@
+"""presence="static": no exchange after the first window, and steps in a CUDA graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from gpus import needs_gpus
+from play import stages, worlds
+from torch import Tensor, nn
+from world import rank_device, run_world
+
+import dynzero
+
+OPTIONS = dict(lr=0.1, weight_decay=0.1)
+
+
+def build(device: Any = "cpu", **options: Any) -> tuple[nn.ModuleDict, dynzero.ZeroOptimizer]:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("trunk", "a", "b", "unused")})
+    model.to(device)
+    options = {"presence": "static", "max_grad_norm": 1.0, **OPTIONS, **options}
+    opt = dynzero.ZeroOptimizer(model.named_parameters(), torch.optim.AdamW, **options)
+    return model, opt
+
+
+def loss_of(model: nn.ModuleDict, head: str, seed: int) -> Tensor:
+    torch.manual_seed(seed)
+    x = torch.randn(3, 4).to(model["trunk"].weight)
+    return model[head](model["trunk"](x)).square().mean()
+
+
+def train(rank: int, world: int, stage: int, presence: str, micros: int) -> tuple[Any, ...]:
+    """Ranks use different heads, each the same one in every window."""
+    model, opt = build(rank_device(), stage=stage, presence=presence, bucket_bytes=64)
+    started: list[int] = []
+    start = opt._control.start
+    opt._control.start = lambda *args: started.append(1) or start(*args)
+    counts, norms = [], []
+    for step in range(4):
+        for micro in range(micros):
+            head = "ab"[(rank + micro) % 2]
+            opt.backward(loss_of(model, head, 100 * step + 10 * micro + rank))
+        norms.append(float(opt.grad_norm()))
+        opt.step()
+        opt.zero_grad()
+        counts.append(len(started))
+    return [p.detach().cpu() for p in model.parameters()], norms, counts, opt.last_step.active
+
+
+@worlds(1, 2, 3)
+@stages
+@pytest.mark.parametrize("micros", [1, 2])
+def test_static_presence_has_the_bits_of_exact(
+    world: int, backend: str, stage: int, micros: int
+) -> None:
+    exact = run_world(world, train, stage, "exact", micros, backend=backend)
+    static = run_world(world, train, stage, "static", micros, backend=backend)
+    for (params, norms, counts, active), (expected, same_norms, before, also) in zip(
+        static, exact, strict=True
+    ):
+        assert all(torch.equal(p, q) for p, q in zip(params, expected, strict=True))
+        assert norms == same_norms and active == also
+        if world > 1:
+            assert counts[0] == counts[3] == before[0] > 0, "one window of exchanges"
+            assert before[3] > before[0]
+
+
+def deviate(rank: int, world: int, stage: int) -> list[str]:
+    model, opt = build(stage=stage)
+    messages = []
+    for head in ("a", "b"):
+        try:
+            opt.backward(loss_of(model, head, 0))
+            opt.step()
+        except ValueError as error:
+            messages.append(str(error))
+        opt.zero_grad()
+    try:
+        opt.backward(loss_of(model, "a", 0))
+        opt.grad_norm()
+    except ValueError as error:
+        messages.append(str(error))
+    opt.zero_grad()
+    opt.backward(loss_of(model, "a", 0))
+    opt.step()
+    return [*messages, str(opt.last_step.stepped)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@stages
+def test_a_window_unlike_the_first_is_refused_by_name(world: int, stage: int) -> None:
+    for first, second, stepped in run_world(world, deviate, stage):
+        assert "parameter 'a.weight' has no gradient in iteration 1" in first
+        assert "grad_norm() after" in second and "presence='exact'" in second
+        assert stepped == "True"
+
+
+def test_join_is_refused() -> None:
+    _, opt = build()
+    with pytest.raises(ValueError, match="join: .*presence='exact'"), opt.join():
+        pass
+
+
+def test_other_words_for_presence_are_refused() -> None:
+    with pytest.raises(ValueError, match="presence: expected 'exact' or 'static', got 'maybe'"):
+        build(presence="maybe")
+
+
+@needs_gpus(1)
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"loss_scale": 1024.0}, {"fused": True, "stage": 2}])
+def test_a_captured_step_replays_as_eager(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    def run(graphed: bool) -> list[Tensor]:
+        model, opt = build("cpu", presence="static")
+        del opt
+        model.to("cuda", dtype)
+        opt = dynzero.ZeroOptimizer(
+            model.named_parameters(), torch.optim.AdamW, presence="static", max_grad_norm=1.0,
+            **OPTIONS, **options,
+        )  # fmt: skip
+        x = torch.zeros(3, 4, device="cuda", dtype=dtype)
+
+        def iteration() -> None:
+            opt.zero_grad(set_to_none=False)
+            opt.backward(model["a"](model["trunk"](x)).square().mean())
+            opt.step()
+
+        inputs = torch.randn(13, 3, 4, generator=torch.Generator().manual_seed(1)).to(x)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for value in inputs[:3]:
+                x.copy_(value)
+                iteration()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        if graphed:
+            with torch.cuda.graph(graph):
+                iteration()
+        for value in inputs[3:]:
+            x.copy_(value)
+            graph.replay() if graphed else iteration()
+        torch.cuda.synchronize()
+        assert opt.counters["taken"] == 13
+        return [p.detach().cpu() for p in model.parameters()]
+
+    assert all(torch.equal(p, q) for p, q in zip(run(True), run(False), strict=True))
+
+
+@needs_gpus(1)
+@pytest.mark.cuda
+def test_a_step_that_asks_is_not_captured() -> None:
+    model, opt = build("cuda", presence="exact")
+    opt.backward(loss_of(model, "a", 0))
+    opt.step()
+    opt.backward(loss_of(model, "a", 1))
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="presence='static'"), torch.cuda.graph(graph):
+        opt.step()
+
+
+@needs_gpus(1)
+@pytest.mark.cuda
+def test_gradients_that_move_are_not_captured() -> None:
+    model, opt = build("cuda")
+    opt.backward(loss_of(model, "a", 0))
+    opt.step()
+    for p in model.parameters():
+        p.grad = None if p.grad is None else p.grad.clone()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="set_to_none=False"), torch.cuda.graph(graph):
+        opt.step()
