@@ -1,4 +1,4 @@
-"""Command line of the benchmarks: `python -m bench {kernels,step,train,report} --help`."""
+"""Command line of the benchmarks: `python -m bench {kernels,step,train,scale,report} --help`."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ def parser() -> argparse.ArgumentParser:
     add_common(sub)
     sub.add_argument("--gpus", type=int, metavar="N", help="ranks; default all GPUs, on a CPU 2")
     sub.add_argument("--only", metavar="IMPL,IMPL", help="only these implementations")
+    about = "host time by number of ranks (simulated) and parameters"
+    add_common(commands.add_parser("scale", help=about, description=about))
     about = "the page and plots of everything under bench/results/"
     sub = commands.add_parser("report", help=about, description=about)
     sub.add_argument("--results", type=Path, default=results.RESULTS, help="folder of JSON files")
@@ -81,6 +83,13 @@ def measure_training(args: argparse.Namespace) -> None:
     save(args, only, machine, rows, None)
 
 
+def measure_scale(args: argparse.Namespace) -> None:
+    from . import scale
+
+    device = choose_device(args.device)
+    save(args, [], describe(device), scale.run(device, quick=args.quick), None)
+
+
 def choose_world(wanted: int | None, device: torch.device) -> int:
     gpus = torch.cuda.device_count() if device.type == "cuda" else None
     world = (gpus or 2) if wanted is None else wanted
@@ -111,6 +120,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(write_report(args.results))
         elif args.command == "train":
             measure_training(args)
+        elif args.command == "scale":
+            measure_scale(args)
         else:
             measure(args)
     except BenchError as error:

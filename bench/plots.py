@@ -10,6 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
+from .scale import step_lines  # noqa: E402
 from .targets import Row, pack  # noqa: E402
 from .train_report import iteration_bars, share_lines  # noqa: E402
 
@@ -19,7 +20,7 @@ WIDTH, HEIGHT, DPI = 7.0, 4.0, 120
 def draw_plots(folder: Path, stem: str, content: dict[str, Any]) -> list[str]:
     """Names of the files written; plots without data are left out."""
     rows = content["rows"]
-    kernels = [row for row in rows if "op" in row]
+    kernels = [row for row in rows if row["bench"] == "kernels"]
     steps = [row for row in rows if row.get("impl") == "dynzero"]
     train = [row for row in rows if row["bench"] == "train"]
     made = []
@@ -29,6 +30,7 @@ def draw_plots(folder: Path, stem: str, content: dict[str, Any]) -> list[str]:
         ("ratios", kernel_ratios, [r for r in kernels if pack(r)]),
         ("step-ratios", step_ratios, steps),
         ("iterations", iteration_bars, train),
+        ("host", step_lines, [r for r in rows if r["bench"] == "scale"]),
         ("shares", share_lines, [r for r in train if r["case"]["mode"] == "share"]),
     ):
         figure, axes = plt.subplots(figsize=(WIDTH, HEIGHT))

@@ -9,6 +9,7 @@ from typing import Any
 
 from .machine import BenchError
 from .results import where
+from .scale import scale_table
 from .targets import Row, verdicts
 from .train_report import train_table
 
@@ -53,9 +54,10 @@ def lines_of(files: dict[str, dict[str, Any]], plots: list[str]) -> list[str]:
     for stem, content in files.items():
         lines += ["", f"## {stem}", "", machine_line(content["machine"]), ""]
         lines += target_table(content)
-        lines += kernel_table([r for r in content["rows"] if "op" in r])
+        lines += kernel_table([r for r in content["rows"] if r["bench"] == "kernels"])
         lines += step_table([r for r in content["rows"] if r["bench"] == "step"])
         lines += train_table([r for r in content["rows"] if r["bench"] == "train"])
+        lines += scale_table([r for r in content["rows"] if r["bench"] == "scale"])
     return lines
 
 

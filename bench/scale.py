@@ -1,0 +1,159 @@
+"""`python -m bench scale`: what a step costs on the host, by the numbers of ranks and parameters.
+
+The ranks are simulated: their messages are made here and handled as if they had come.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+import dynzero
+from dynzero.layout import build_layout
+from dynzero.plan import Plan, indices_of, make_plan, union
+from dynzero.transports.control import (
+    MESSAGE_BYTES,
+    Action,
+    Agreed,
+    Message,
+    first_difference,
+    unpack_all,
+)
+
+from . import results
+from .timer import Call, Samples, Timer
+
+RANKS = (8, 64, 1024)
+PARAMS = (100, 1_000, 10_000, 100_000)
+ACTIVE = 0.01
+NUMEL = 1000  # of each simulated parameter
+# Elements of the whole model, the same for every number of parameters.
+STEP_NUMEL = {"cuda": 1 << 28, "cpu": 1 << 24}
+QUICK_STEP_NUMEL = {"cuda": 1 << 24, "cpu": 1 << 20}
+OPTIONS = dict(lr=1e-3, max_grad_norm=1.0)
+
+
+class Exchanged:
+    """What has arrived when `world` ranks have said which of `params` parameters they use."""
+
+    def __init__(self, world: int, params: int) -> None:
+        meta = [torch.nn.Parameter(torch.empty(NUMEL, device="meta")) for _ in range(params)]
+        names = [f"p{i}" for i in range(params)]
+        self.world, self.names = world, list(range(world))
+        self.layout = build_layout(
+            meta, names, [0] * params, world=world, rank=0, wire_dtype=torch.bfloat16
+        )
+        message = Message(0, 0, 0, Action.STEP, 0, 0, 0, 0, 0, (0.0, 0.0))
+        row = torch.frombuffer(bytearray(message.pack()), dtype=torch.uint8)
+        self.all = torch.zeros(world, MESSAGE_BYTES + self.layout.bit_bytes, dtype=torch.uint8)
+        self.all[:, :MESSAGE_BYTES] = row
+        draw = random.Random(0)
+        for i in draw.sample(range(params), max(1, int(ACTIVE * params))):
+            for rank in draw.sample(range(world), max(1, world // 8)):
+                self.all[rank, MESSAGE_BYTES + i // 8] |= 1 << (i % 8)
+
+    def agree(self) -> torch.Tensor:
+        """Read and compare the messages; the active set, uint8 bits."""
+        heads = self.all[:, :MESSAGE_BYTES].contiguous()
+        agreed = Agreed(unpack_all(heads), self.all[:, MESSAGE_BYTES:])
+        assert first_difference(agreed.messages, self.names) is None
+        return union(agreed.bits)
+
+    def plan(self) -> Plan:
+        """A plan with its tables, for a set that has not been seen before."""
+        active = indices_of(self.agree(), self.layout.size)
+        divisor = torch.full_like(active, self.world)
+        return make_plan(self.layout, active, divisor, bucket_bytes=float(64 << 20))
+
+
+def run(device: torch.device, *, quick: bool) -> list[dict[str, Any]]:
+    timer = Timer(device, 0.2 if quick else 1.0, most=20)
+    rows = []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # plans: what one core does
+    cases = [(world, params) for world in RANKS for params in (PARAMS[:3] if quick else PARAMS)]
+    for world, params in results.progress(cases, "plan"):
+        rows.append(plan_row(Exchanged(world, params), timer))
+    torch.set_num_threads(threads)
+    for params in results.progress(PARAMS[:3] if quick else PARAMS, "step"):
+        rows.append(step_row(params, device, timer, quick))
+    for row in rows:
+        case = row["case"]
+        results.say(
+            f"{row['op']:5} {case['params']:7} parameters, {case['world']:5} ranks: "
+            f"{row['ms']:9.3f} ms, host {row['host_us']:9.0f} us"
+        )
+    return rows
+
+
+def plan_row(exchanged: Exchanged, timer: Timer) -> dict[str, Any]:
+    """Host time from arrived messages to a new plan; `bytes` that the exchange holds."""
+    samples = timer.measure({"plan": Call(exchanged.plan)})["plan"]
+    case = {"world": exchanged.world, "params": exchanged.layout.size, "active": ACTIVE}
+    return row_of("plan", case, samples, exchanged.all.nbytes)
+
+
+def step_row(params: int, device: torch.device, timer: Timer, quick: bool) -> dict[str, Any]:
+    """A whole step of one process with this many parameters, of the same bytes altogether."""
+    numel = (QUICK_STEP_NUMEL if quick else STEP_NUMEL)[device.type] // params
+    model = [torch.nn.Parameter(torch.randn(numel, device=device)) for _ in range(params)]
+    for p in model:
+        p.grad = torch.randn_like(p)
+    opt = dynzero.ZeroOptimizer(model, torch.optim.AdamW, **OPTIONS)
+    opt.step()
+    samples = timer.measure({"step": Call(opt.step)})["step"]
+    assert opt.last_step is not None and opt.last_step.stepped
+    case = {"world": 1, "params": params, "active": 1.0, "elements": numel * params}
+    return row_of("step", case, samples, None)
+
+
+def row_of(
+    op: str, case: dict[str, Any], samples: Samples, num_bytes: int | None
+) -> dict[str, Any]:
+    assert samples.error is None, samples.error
+    return {
+        "bench": "scale", "op": op, "case": case, "ms": samples.ms, "ms_min": samples.ms_min,
+        "ms_max": samples.ms_max, "bytes": num_bytes, "whole_ms": samples.whole_ms,
+        "host_us": samples.host_us, "repeats": len(samples.device), "baselines": {},
+    }  # fmt: skip
+
+
+def scale_table(rows: list[dict[str, Any]]) -> list[str]:
+    if not rows:
+        return []
+    lines = [
+        "`plan`: from arrived messages to buckets and tables, one core, 1 % active; `step`: all of",
+        "`step()` on one process, the same bytes in more and more parameters.",
+        "",
+        "| | ranks | parameters | ms | host us | MB exchanged |",
+        "| --- " * 6 + "|",
+    ]
+    for row in rows:
+        case = row["case"]
+        megabytes = "" if row["bytes"] is None else f"{row['bytes'] / 1e6:.2f}"
+        lines.append(
+            f"| {row['op']} | {case['world']} | {case['params']} | {row['ms']:.3f} "
+            f"| {row['host_us']:.0f} | {megabytes} |"
+        )
+    return [*lines, ""]
+
+
+def step_lines(axes: Any, rows: list[dict[str, Any]], machine: dict[str, Any]) -> bool:
+    """Host time and whole time of a step against the number of parameters."""
+    some = [row for row in rows if row["bench"] == "scale" and row["op"] == "step"]
+    if len(some) < 2:
+        return False
+    params = [row["case"]["params"] for row in some]
+    axes.loglog(params, [row["whole_ms"] for row in some], "o-", label="whole step")
+    axes.loglog(params, [row["host_us"] / 1e3 for row in some], "s-", label="host")
+    most, few = some[-1], some[0]
+    slope = (most["host_us"] - few["host_us"]) / (params[-1] - params[0])
+    axes.set_title(
+        f"{some[0]['case']['elements'] / 1e6:.0f} M elements: {slope:.2f} us a parameter"
+    )
+    axes.set_xlabel("parameters")
+    axes.set_ylabel("ms")
+    axes.legend()
+    return True
