@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 # to discard (`given_up`). When a new `given_up` arrives, all ranks drop the window. A rank that has
 # gradients in it, or brings some and has cleared less often, is behind: what it brings of its old
 # window is dropped, it is right again after a zero_grad() of its own, and a step() before that is
-# an error on every rank. A rank whose backward raised also answers (Action.CLEAR) the round that
-# the others have announced, so that they learn of it at once.
+# an error on every rank. Numbers of calls compare because ranks clear at the same places of their
+# loops; where they do not, this error is the worst that comes of it. A rank whose backward raised
+# also answers (Action.CLEAR) the round that the others have announced, so that they learn of it at
+# once.
 
 
 class Discards:

@@ -233,8 +233,8 @@ class ZeroOptimizer(Optimizer):
         """Discard the window: gradients in `p.grad`, and in stage 2 what was reduced of them.
 
         set_to_none=False leaves zeros where there was a gradient, as torch: those parameters stay
-        present, and moments and weight decay go on moving them. Waits for nobody, and need not be
-        called by ranks that have no gradient.
+        present, and moments and weight decay go on moving them. Waits for nobody. Where gradients
+        are discarded, ranks without any must call it as well.
         """
         super().zero_grad(set_to_none)
         presence.discard(self)

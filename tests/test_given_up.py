@@ -6,6 +6,9 @@ same error, naming the rank that gave up, and can go on after zero_grad().
 
 from __future__ import annotations
 
+import contextlib
+import random
+import time
 from functools import partial
 
 import pytest
@@ -345,3 +348,57 @@ def other_numbers_of_clears(rank: int, world: int, stage: int) -> dict[str, Tens
 def test_clearing_nothing_may_differ_between_ranks(world: int, stage: int) -> None:
     results = run_world(world, other_numbers_of_clears, stage)
     assert_equal(results, oracle(world, [0, 1, 2], stage))
+
+
+# All of it at random.
+
+
+def micros_of(seed: int, rank: int, window: int) -> int:
+    return random.Random(f"{seed} {rank} {window} micros").choice([0, 1, 1, 2, 3])
+
+
+def is_discarded(seed: int, window: int) -> bool:
+    return random.Random(f"{seed} {window}").random() < 0.5
+
+
+def random_windows(rank: int, world: int, stage: int, seed: int) -> dict[str, Tensor]:
+    """Any numbers of backwards, late ranks; half the windows are discarded, by all ranks."""
+    model = two_params()
+    opt = adamw(model, stage)
+    lot = random.Random(f"{seed} {rank}")
+    for window in range(12):
+        if random.Random(f"{seed} {window} clears").random() < 0.5:
+            opt.zero_grad()  # nothing to clear, but all ranks do it
+        micros, discarded = micros_of(seed, rank, window), is_discarded(seed, window)
+        for micro in range(micros):
+            time.sleep(
+                lot.choice([0.0, 0.0, 0.0, 0.01, 0.3])
+            )  # some wait longer than a backward does
+            if discarded and micro == micros - 1 and lot.random() < 0.5:
+                attempt(opt, model, lot.choice(list(HAD)), plain=lot.random() < 0.5)
+                continue
+            with opt.no_sync() if lot.random() < 0.3 else contextlib.nullcontext():
+                opt.backward(loss_of(model, rank, window + micro))
+        if not discarded:
+            opt.step()
+        opt.zero_grad()
+    return snapshot(model)
+
+
+@stages
+@worlds
+@pytest.mark.parametrize("seed", range(2))
+def test_random_windows_and_discards(world: int, stage: int, seed: int) -> None:
+    model = two_params()
+    replica = Replica(model, model.named_parameters(), *ADAMW, world=world)
+    for window in range(12):
+        if not is_discarded(seed, window):
+            counts = [micros_of(seed, rank, window) for rank in range(world)]
+            replica.collect(
+                [
+                    [partial(loss_of, model, rank, window + micro) for micro in range(count)]
+                    for rank, count in enumerate(counts)
+                ]
+            )
+            replica.step()
+    assert_equal(run_world(world, random_windows, stage, seed), snapshot(model))
