@@ -16,7 +16,7 @@ from . import construction, norms, reduction, state
 from .discard import drop_window, lost, settle
 from .ops import Range
 from .plan import bit_mask
-from .reduced import Local
+from .reduced import Local, capturing
 from .rounds import Pass, Waitable
 from .transports.control import (
     COMPLAINT,
@@ -122,7 +122,8 @@ def agree(
         if opt._rounds is not None:
             opt._rounds.finish()
         local, complaint = read(opt)
-        opt._outcomes.poll()
+        if not capturing(opt._device):
+            opt._outcomes.poll()
         complaint = complaint or opt._scale.exhausted(opt._outcomes.exhausted)
         bits = message_bits(opt, local.bits)
         known = recalled(opt, action, bits, complaint)

@@ -25,6 +25,7 @@ class Readback:
     def __init__(self, numbers: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
         self._numbers = numbers
+        self._read: list[float] | None = None
         # In a CUDA graph they stay on the device: each replay writes them anew.
         self.captured = numbers.is_cuda and torch.cuda.is_current_stream_capturing()
         if numbers.is_cuda and not self.captured:
@@ -38,9 +39,11 @@ class Readback:
 
     @property
     def numbers(self) -> list[float]:
-        if self._event is not None:
-            self._event.synchronize()
-        return list(self._numbers.tolist())
+        if self._read is None or self.captured:
+            if self._event is not None and not self._event.query():
+                self._event.synchronize()
+            self._read = self._numbers.tolist()
+        return self._read
 
 
 class Outcome(Readback):
