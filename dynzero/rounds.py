@@ -275,14 +275,15 @@ class Rounds:
                 current.wait_stream(self._stream)
 
     def finish_aside(self) -> None:
-        """finish(), in a thread."""
+        """Complete the rounds started so far, in a thread."""
         if self._queue:
-            threading.Thread(target=self._finish_in_thread, daemon=True).start()
+            last = self._queue[-1]
+            threading.Thread(target=self._finish_in_thread, args=(last,), daemon=True).start()
 
-    def _finish_in_thread(self) -> None:
+    def _finish_in_thread(self, last: Iterator[Waitable]) -> None:
         with self._driving:
             try:
-                while self._queue:
+                while last in self._queue:
                     self._next()
             except BaseException as error:
                 self._failure = error
