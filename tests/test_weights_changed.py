@@ -22,7 +22,10 @@ from scenario import Scenario, Turn, snapshot, state_by_name
 from torch import Tensor, nn
 from world import check_words, message_of, rank_device, run_world
 
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+kinds = pytest.mark.parametrize(
+    ("dtype", "fused"),
+    [(torch.float32, None), (torch.bfloat16, False), (torch.float16, None), (torch.float16, False)],
+)
 Weights = dict[str, Tensor]
 
 
@@ -135,8 +138,7 @@ def oracle_with_edits(world: int, stage: int, dtype: torch.dtype, device: str) -
 
 @stages
 @worlds(1, 2)
-@dtypes
-@pytest.mark.parametrize("fused", [None, False])
+@kinds
 def test_edited_weights_are_followed(
     world: int, backend: str, stage: int, dtype: torch.dtype, fused: bool | None
 ) -> None:
@@ -170,8 +172,7 @@ def train_with_swaps(
 
 @stages
 @worlds(1, 2)
-@dtypes
-@pytest.mark.parametrize("fused", [None, False])
+@kinds
 def test_an_ema_swap_leaves_every_bit(
     world: int, backend: str, stage: int, dtype: torch.dtype, fused: bool | None
 ) -> None:
@@ -212,8 +213,7 @@ def resume(
 
 @stages
 @worlds(1, 2)
-@dtypes
-@pytest.mark.parametrize("fused", [None, False])
+@kinds
 def test_weights_loaded_after_the_state_keep_the_masters(
     world: int, backend: str, stage: int, dtype: torch.dtype, fused: bool | None
 ) -> None:

@@ -96,7 +96,7 @@ def oracle(world: int, reentrant: bool | None, device: str) -> list[dict[str, Te
 
 
 @stages
-@worlds(1, 2, 3)
+@worlds(1, 2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("local", ["none", "all but the last", "all"])
 def test_window_of_several_backwards(
