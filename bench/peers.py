@@ -36,20 +36,41 @@ def attempt(build: Callable[[], Call]) -> Call:
 
 class Checks:
     """torch's non-finite test: one float for all tensors. An inverse scale of 1 leaves them as
-    they are, at the same cost."""
+    they are, at the same cost.
 
-    def __init__(self, device: torch.device) -> None:
-        self.found = torch.zeros((), device=device)
-        self.inverse = torch.ones(1, device=device)
+    Where this torch has no such kernel for the dtype of `like`, the norms, which are wanted anyway,
+    tell as much: found where one is not finite. `note` then says so.
+    """
 
-    def __call__(self, tensors: list[Tensor]) -> None:
+    def __init__(self, like: Tensor) -> None:
+        self.found = torch.zeros((), device=like.device)
+        self.inverse = torch.ones(1, device=like.device)
+        self.note: str | None = None
+        try:
+            self.check([torch.ones(1, dtype=like.dtype, device=like.device)])
+        except NotImplementedError:
+            dtype = str(like.dtype).removeprefix("torch.")
+            self.note = (
+                f"torch {torch.__version__} has no check-and-unscale kernel for {dtype}: the "
+                "norms serve as non-finite test"
+            )
+
+    def check(self, tensors: list[Tensor]) -> None:
         self.found.zero_()
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, self.found, self.inverse)
+
+    def norms(self, tensors: list[Tensor]) -> None:
+        """The test, and each tensor's norm."""
+        if self.note is None:
+            self.check(tensors)
+        norms = torch._foreach_norm(tensors)
+        if self.note is not None:
+            self.found.copy_(~torch.stack(norms).isfinite().all())
 
 
 def pack_peers(grads: list[Tensor], views: list[Tensor], absent: list[Tensor]) -> dict[str, Call]:
     """grads -> views of a bucket, zeros into `absent` views, checked, with norms."""
-    check = Checks(views[0].device)
+    check = Checks(views[0])
 
     def fill() -> None:
         torch._foreach_copy_(views, grads)
@@ -58,8 +79,7 @@ def pack_peers(grads: list[Tensor], views: list[Tensor], absent: list[Tensor]) -
 
     def foreach() -> None:
         fill()
-        check(views)
-        torch._foreach_norm(views)
+        check.norms(views)
 
     def per_parameter() -> None:
         for view, grad in zip(views, grads, strict=True):
@@ -69,7 +89,7 @@ def pack_peers(grads: list[Tensor], views: list[Tensor], absent: list[Tensor]) -
         for view in absent:
             view.zero_()
 
-    calls = {"foreach": Call(foreach)}
+    calls = {"foreach": Call(foreach, note=check.note)}
     # Its time grows with nothing but the number of tensors, to seconds.
     if len(views) + len(absent) <= 5000:
         calls["per_parameter"] = Call(per_parameter)
@@ -109,18 +129,20 @@ def gather_peers(grads: list[Tensor], bucket: Tensor, world: int) -> dict[str, C
 
 
 def check_peers(grads: list[Tensor]) -> dict[str, Call]:
-    check = Checks(grads[0].device)
+    check = Checks(grads[0])
 
     def foreach() -> None:
-        check(grads)
-        torch._foreach_norm(grads)
+        check.norms(grads)
 
     def per_parameter() -> None:
         for grad in grads:
             torch.isfinite(grad).all()
             torch.linalg.vector_norm(grad)
 
-    calls = {"foreach": Call(foreach), "norm_only": Call(lambda: torch._foreach_norm(grads))}
+    calls = {
+        "foreach": Call(foreach, note=check.note),
+        "norm_only": Call(lambda: torch._foreach_norm(grads)),
+    }
     if len(grads) <= 5000:
         calls["per_parameter"] = Call(per_parameter)
     return calls
@@ -128,14 +150,14 @@ def check_peers(grads: list[Tensor]) -> dict[str, Call]:
 
 def reduce_peers(received: Tensor, shard: Tensor) -> dict[str, Call]:
     """received [world, stride] -> shard [stride], checked, with norm. Reads absent slots too."""
-    check = Checks(shard.device)
+    check = Checks(shard)
 
     def total() -> None:
         torch.sum(received, dim=0, dtype=shard.dtype, out=shard)
 
     def checked() -> None:
         total()
-        check([shard])
+        check.check([shard])
         torch.linalg.vector_norm(shard)
 
     return {"sum_check_norm": Call(checked), "sum_only": Call(total)}
@@ -162,7 +184,7 @@ class Masters:
     def __init__(self, params: list[Tensor], masters: list[Tensor], max_norm: float) -> None:
         self.params, self.masters, self.max_norm = params, masters, max_norm
         self.same = params[0].dtype == masters[0].dtype
-        self.check = Checks(params[0].device)
+        self.checks = Checks(params[0])
         for param, master in zip(params, masters, strict=True):
             assert param.grad is not None
             master.grad = param.grad if self.same else torch.empty_like(master)
@@ -174,12 +196,15 @@ class Masters:
             torch._foreach_copy_(self.master_grads, self.grads)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.check(self.grads)
-        torch.nn.utils.clip_grad_norm_(self.params, self.max_norm)
+        if self.checks.note is None:
+            self.checks.check(self.grads)
+        total = torch.nn.utils.clip_grad_norm_(self.params, self.max_norm)
+        if self.checks.note is not None:
+            self.checks.found.copy_(~total.isfinite())
         self.fill_grads()
         # As GradScaler.step does: the fused kernel reads the flag itself, without a host sync.
         if optimizer.defaults.get("fused"):
-            optimizer.found_inf = self.check.found  # type: ignore[attr-defined]
+            optimizer.found_inf = self.checks.found  # type: ignore[attr-defined]
             optimizer.step()
             del optimizer.found_inf  # type: ignore[attr-defined]
         else:
@@ -198,8 +223,8 @@ def update_peers(params: list[Tensor], masters: list[Tensor], options: Any) -> d
     calls = {
         # Gradient read, parameter and two moments read and written, float32.
         "fused_adamw_only": Call(fused.step, bytes=28 * numel),
-        "unscale_clip_fused_adamw": Call(lambda: work.step(fused)),
-        "unscale_clip_foreach_adamw": Call(lambda: work.step(foreach)),
+        "unscale_clip_fused_adamw": Call(lambda: work.step(fused), note=work.checks.note),
+        "unscale_clip_foreach_adamw": Call(lambda: work.step(foreach), note=work.checks.note),
     }
     cuda = masters[0].is_cuda
 

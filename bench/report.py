@@ -108,7 +108,7 @@ def kernel_table(rows: list[Row]) -> list[str]:
             f"| {row['of_ceiling']:.1%} | {row['host_us']:.0f} | {row['launches'] or ''} "
             f"| {others(row)} |"
         )
-    return [*lines, "", *time_lines(rows)]
+    return [*lines, "", *time_lines(rows), *remarks(rows)]
 
 
 def time_lines(rows: list[Row]) -> list[str]:
@@ -159,11 +159,15 @@ def step_table(rows: list[Row]) -> list[str]:
             f"| {row['ms']:.3f} ({row['ms_min']:.3f}-{row['ms_max']:.3f}) | {row['whole_ms']:.3f} "
             f"| {row['host_us']:.0f} | {row['launches'] or ''} | {ratio:.2f}x |"
         )
-    lines += [""]
-    missing = {
-        f"{name}: {entry['error']}"
+    return [*lines, "", *remarks(rows)]
+
+
+def remarks(rows: list[Row]) -> list[str]:
+    """Why candidates did not run, and what is special about those that did."""
+    texts = {
+        f"- {name}: {entry.get('error') or entry['note']}"
         for row in rows
         for name, entry in row["baselines"].items()
-        if "error" in entry
+        if "error" in entry or "note" in entry
     }
-    return [*lines, *[f"- {text}" for text in sorted(missing)], ""]
+    return [*sorted(texts), ""] if texts else []

@@ -28,6 +28,8 @@ def baseline_entry(ours: Samples, theirs: Samples, call: Call) -> dict[str, Any]
         "whole_speedup": theirs.whole_ms / ours.whole_ms,
         "host_us": theirs.host_us,
     }
+    if theirs.note is not None:
+        entry["note"] = theirs.note
     if call.bytes is not None:
         entry["gb_per_s"] = call.bytes / theirs.ms / 1e6
     return entry

@@ -7,6 +7,7 @@ implementations reduce at different places (DDP and FSDP2 in backward).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -79,8 +80,13 @@ class Model(nn.Module):
             Block(values[i : i + BLOCK], slopes[i : i + BLOCK]) for i in starts
         )
 
-    def forward(self) -> Tensor:
-        return torch.stack([block() for block in self.blocks]).sum()
+    def forward(self, start: Tensor) -> Tensor:
+        """start: 0-dim zero. FSDP2 moves inputs to the GPU and fails where there are none."""
+        return start + torch.stack([block() for block in self.blocks]).sum()
+
+
+def backward(spec: Spec, model: nn.Module) -> None:
+    model(torch.zeros((), device=spec.device)).backward()
 
 
 def draw(spec: Spec, seed: int, scale: float, dtype: torch.dtype) -> list[Tensor]:
@@ -98,11 +104,11 @@ def call_of(
     spec: Spec, model: nn.Module, step: Callable[[], object], clear: Callable[[], object]
 ) -> Call:
     if spec.world == 1:
-        model().backward()
+        backward(spec, model)
         return Call(step)
 
     def iteration() -> None:
-        model().backward()
+        backward(spec, model)
         step()
         clear()
 
@@ -140,12 +146,12 @@ def torch_amp(spec: Spec, **kind: Any) -> Call:
 def half_with_masters(spec: Spec, **kind: Any) -> Call:
     """Parameters and gradients in 16 bits, float32 masters stepped by torch."""
     model = Model(spec)
-    model().backward()
+    backward(spec, model)
     params: list[Tensor] = list(model.parameters())
     masters = [p.detach().float() for p in params]
     work = Masters(params, masters, MAX_NORM)
     optimizer = torch.optim.AdamW(masters, **kind, **OPTIONS)
-    return Call(torch.no_grad()(lambda: work.step(optimizer)))
+    return Call(torch.no_grad()(lambda: work.step(optimizer)), note=work.checks.note)
 
 
 def zero_redundancy(spec: Spec) -> Call:
@@ -192,27 +198,45 @@ def fsdp2(spec: Spec) -> Call:
 def deepspeed(spec: Spec, stage: int) -> Call:
     import deepspeed as library
 
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        os.environ.setdefault(name, value)  # as torchrun sets them; DeepSpeed insists
     model = Model(spec)
+    torch_adam, note = deepspeed_adam(spec.device)
+    adam = {**OPTIONS, "torch_adam": torch_adam, "adam_w_mode": True}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": stage},
         "gradient_clipping": MAX_NORM,
-        "zero_allow_untested_optimizer": True,
+        "optimizer": {"type": "AdamW", "params": adam},
     }
     if spec.dtype == torch.float16:
         config["fp16"] = {"enabled": True, "loss_scale": 1.0}
     elif spec.dtype == torch.bfloat16:
         config["bf16"] = {"enabled": True}
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
-    engine = library.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine = library.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    start = torch.zeros((), device=spec.device)
 
     def iteration() -> None:
-        engine.backward(engine())
+        engine.backward(engine(start))
         engine.step()
 
     if spec.world == 1:  # its step consumes the gradients
-        return Call(engine.step, before=lambda: engine.backward(engine()))
-    return Call(iteration, before=dist.barrier)
+        return Call(engine.step, before=lambda: engine.backward(engine(start)), note=note)
+    return Call(iteration, before=dist.barrier, note=note)
+
+
+def deepspeed_adam(device: torch.device) -> tuple[bool, str]:
+    """Whether to take torch's AdamW, since DeepSpeed cannot build its own here; and what to say."""
+    if device.type == "cpu":
+        return True, "with torch's AdamW"
+    from deepspeed.ops.op_builder import FusedAdamBuilder
+
+    try:
+        FusedAdamBuilder().load(verbose=False)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).strip()[:80]}"
+        return True, f"with torch's AdamW, since FusedAdam cannot be built here ({reason})"
+    return False, "with its FusedAdam"
 
 
 def replicated(spec: Spec, model: nn.Module) -> nn.Module:

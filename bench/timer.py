@@ -26,13 +26,14 @@ class Call:
     """One candidate. `run` is all of its work, on host and device; `kernel` only the device's.
 
     before: done untimed ahead of every run. bytes: what it has to move, if that differs from the
-    row's.
+    row's. note: what a reader of the row has to know about this candidate.
     """
 
     run: Work
     kernel: Work | None = None
     before: Work | None = None
     bytes: int | None = None
+    note: str | None = None
 
 
 @dataclass
@@ -44,6 +45,7 @@ class Samples:
     host: list[float] = field(default_factory=list)
     spent: float = 0.0
     error: str | None = None
+    note: str | None = None
 
     @property
     def ms(self) -> float:
@@ -80,7 +82,7 @@ class Timer:
 
     def measure(self, calls: dict[str, Call]) -> dict[str, Samples]:
         """Samples by name; one that raises gets its `error` and takes no further part."""
-        samples = {name: Samples() for name in calls}
+        samples = {name: Samples(note=call.note) for name, call in calls.items()}
         live = dict(calls)
         for name in calls:
             self._guarded(live, samples, name, self._warm_up)
