@@ -2,6 +2,7 @@
 # make test   sets up, compiles every CUDA kernel if there is an nvcc, then runs the tests
 # make bench  sets up, then runs the microbenchmarks     make lint   style and types
 # make asan   runs the op tests with the CPU ops under AddressSanitizer and UBSan
+# make sanitize  runs them on the GPU under compute-sanitizer (memcheck, racecheck, initcheck)
 #
 # Set-up makes .venv with torch, the build tools and the extension; a second run reuses it. With
 # PYTHON=/path/to/python3 (a Python that has torch) that one is used as it is, nothing is installed.
@@ -26,7 +27,7 @@ KEY := $(subst /,_,$(PY))
 BUILT := build/built$(KEY)
 RUN := PYTHONPATH=$(CURDIR) $(PY)
 
-.PHONY: setup demo test asan bench lint format kernels clean
+.PHONY: setup demo test asan sanitize bench lint format kernels clean
 .DELETE_ON_ERROR:
 
 setup: $(BUILT)
@@ -80,6 +81,13 @@ asan: $(TOOLS)
 	  cd build/asan && \
 	  $(PY) -c "import dynzero; assert 'asan' in dynzero.__file__, dynzero.__file__" && \
 	  $(PY) -m pytest -n $(WORKERS) -k "not cuda" ../../tests/test_ops_*.py ../../tests/test_param_scan.py
+
+# SANITIZERS processes at a time share the GPU.
+SANITIZERS ?= 8
+sanitize: setup
+	@command -v compute-sanitizer > /dev/null || { \
+	  echo "compute-sanitizer is not on the PATH; it comes with the CUDA toolkit"; exit 1; }
+	$(RUN) tests/sanitize.py $(SANITIZERS)
 
 lint: $(TOOLS)
 	$(PY) -m ruff check .
