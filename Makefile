@@ -20,7 +20,7 @@ endif
 # several GB of CUDA libraries.
 TORCH ?= $(if $(shell nvidia-smi -L 2>/dev/null),torch,torch==2.13.0)
 RANKS ?= 2
-WORKERS ?= 2
+WORKERS ?= 3
 SOURCES := setup.py pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 # One stamp for each Python, since each needs its own module.
 KEY := $(subst /,_,$(PY))

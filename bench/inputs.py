@@ -87,12 +87,13 @@ class Planned:
         return self.layout.size
 
     def grad_ptrs(self) -> tuple[Tensor, Tensor]:
-        """As the optimizer does in every step: read every `p.grad`, upload one table.
+        """As the optimizer does in a step whose gradients have moved: read all, upload one table.
 
         Returns addresses and flags of zero.
         """
         local, complaint = self.reader.read()
         assert complaint is None and not local.own, complaint
+        self.reader.forget_addresses()
         return self.reader.upload(local)
 
     def numel(self, which: Tensor) -> int:

@@ -91,6 +91,10 @@ class Reader:
         flags = torch.zeros(self.layout.size, dtype=torch.int32, device=self.device)
         return self._uploaded[1], flags
 
+    def forget_addresses(self) -> None:
+        """Upload them anew, even if they have not changed."""
+        self._uploaded = None
+
     def complaint(self, i: int) -> ValueError:
         p = self.params[i]
         return ValueError(
