@@ -10,11 +10,13 @@
 
 #include <algorithm>
 #include <optional>
+#include <utility>
 
 namespace dynzero {
 namespace {
 
 constexpr int kNoTask = -1;
+constexpr int64_t kNone = -1;
 // Before there is a plan, somebody looks whether it can be made: at each of the first gradients,
 // then at every so many.
 constexpr int64_t kLookEvery = 16;
@@ -42,6 +44,9 @@ struct GradWatch::State {
   int ignored_task = kNoTask;   // one that meet() declined
   std::vector<uint8_t> coming;  // [P] announced by this pass, and not there yet
   int64_t hooks_run = 0;
+  // The parameter whose hooks run now. It counts as arrived at the next one, since hooks of the
+  // user that come after ours may still change or replace its gradient.
+  int64_t latest = kNone;
 
   std::vector<int32_t> bucket_of;  // [P], empty before there is a plan
   std::vector<int64_t> missing;    // [buckets] gradients still to come
@@ -55,6 +60,7 @@ struct GradWatch::State {
     bucket_of.clear();
     missing.clear();
     hooks_run = 0;
+    latest = kNone;
     streams.clear();
   }
 
@@ -77,6 +83,11 @@ struct GradWatch::State {
       }
     }
     note_stream(param(i).device());
+    const int64_t before = std::exchange(latest, static_cast<int64_t>(i));
+    if (before != kNone) arrived(static_cast<size_t>(before));
+  }
+
+  void arrived(size_t i) {
     if (!coming[i]) return;
     coming[i] = 0;
     if (bucket_of.empty()) {

@@ -250,6 +250,41 @@ def test_a_pass_cut_short_leaves_what_it_brought(world: int, backend: str, clear
             torch.testing.assert_close(p, q.detach(), rtol=1e-5, atol=1e-6)
 
 
+def later_hooks(rank: int, world: int, stage: int) -> list[Tensor]:
+    """Hooks that come after the optimizer's: one changes each gradient, one puts in another."""
+    params = parameters(rank_device())
+    opt = build(params, stage=stage)
+
+    def change(p: Tensor) -> None:
+        p.grad *= 2.0
+
+    def replace(p: Tensor) -> None:
+        p.grad = 2.0 * p.grad
+
+    for i, p in enumerate(params):
+        p.register_post_accumulate_grad_hook(change if i < 2 else replace)
+    for _ in range(2):
+        chain(params, 1.0 + rank).backward()
+        opt.step()
+        opt.zero_grad()
+    return [p.detach().cpu() for p in params]
+
+
+@worlds(2, 3)
+def test_hooks_of_the_user_see_the_gradient_first(world: int, backend: str) -> None:
+    results = run_world(world, later_hooks, 2, backend=backend)
+    expected = run_world(world, later_hooks, 1, backend=backend)
+    params = parameters()
+    reference = torch.optim.AdamW(params, **OPTIONS)
+    for _ in range(2):
+        grads = torch.autograd.grad(chain(params, world + 1.0), params)  # 2 * mean of 1 .. world
+        oracle_step(params, reference, list(grads))
+    for got, also in zip(results, expected, strict=True):
+        assert same(got, also)
+        for p, q in zip(got, params, strict=True):
+            torch.testing.assert_close(p, q.detach(), rtol=1e-5, atol=1e-6)
+
+
 def some_inputs(rank: int, world: int) -> tuple[list[Tensor], list[str], int]:
     params = parameters(rank_device())
     opt = build(params)
@@ -289,14 +324,15 @@ def test_grad_watch_counts_buckets_down() -> None:
     for p, hook in zip(params, watch.add(params), strict=True):
         p.register_post_accumulate_grad_hook(hook)
     chain(params[:2] + params[3:], 1.0).backward()
-    assert events == [(0b1011, False, False), (True, False), (True, True)]
+    # The last parameter's own hooks may still be running when the pass ends.
+    assert events == [(0b1011, False, False), (True, False)]
     watch.end()
     watch.paused = True
     chain(params, 1.0).backward()
-    assert len(events) == 3
+    assert len(events) == 2
     watch = None
     chain(params, 1.0).backward()
-    assert len(events) == 3
+    assert len(events) == 2
 
 
 def test_grad_watch_refuses_tables_of_another_size() -> None:
