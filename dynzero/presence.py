@@ -126,9 +126,10 @@ def agree(
             opt._outcomes.poll()
         complaint = complaint or opt._scale.exhausted(opt._outcomes.exhausted)
         bits = message_bits(opt, local.bits)
-        known = recalled(opt, action, bits, complaint)
-        if known is not None:
-            return local, known
+        while (known := recalled(opt, action, bits, complaint)) is not None:
+            if not known.any_at(Action.ROUND):
+                return local, known
+            take_part(opt, known)
         while True:
             mine = message(opt, action, complaint, detail)
             if opt._discards.lost:
@@ -138,8 +139,9 @@ def agree(
                 continue
             if not agreed.any_at(Action.ROUND):
                 take_back(opt, mine, agreed)
-                if opt._repeated is not None:
-                    opt._repeated.note(opt, action, agreed)
+            if opt._repeated is not None:
+                opt._repeated.note(opt, action, agreed)
+            if not agreed.any_at(Action.ROUND):
                 return local, agreed
             take_part(opt, agreed)
 
@@ -217,7 +219,8 @@ def close_pass(opt: ZeroOptimizer, current: Pass) -> None:
     opt._in_backward = False
     current.close()
     opt._touched |= current.bits
-    opt._window.had |= current.bits
+    if current.window is opt._window:  # it has not been given up meanwhile
+        opt._window.had |= current.bits
 
 
 @torch.no_grad()
@@ -225,7 +228,7 @@ def round_of(
     opt: ZeroOptimizer, current: Pass, complaint: Exception | None, when: tuple[int, int]
 ) -> Iterator[Waitable]:
     while when[0] > opt._discards.behind:
-        bits = current.announce()
+        bits = current.announced
         agreed = recalled(opt, Action.ROUND, bits, complaint)
         if agreed is None:
             mine = message(opt, Action.ROUND, complaint, when=when)
@@ -239,6 +242,7 @@ def round_of(
         ours = agreed.in_round()[opt._control.rank]
         opt._window.rounds += 1
         if ours:
+            current.window = opt._window
             opt._window.announced |= bits
             opt._window.had |= current.bits
         local = current if ours else nothing(opt)

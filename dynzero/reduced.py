@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .layout import Layout, dense_strides, flat_copy, flat_view, is_dense, shard_dtype
-from .plan import Bucket, Plan, indices_of
+from .plan import Bucket, Plan
 
 
 @dataclass
@@ -128,11 +128,6 @@ class Reader:
         local.own.update((i, g) for i, g in zip(rows, grads, strict=True) if g is not None)
         for k in odd:
             self._make_regular(local, rows[k], grads[k])
-
-    def take_new(self, local: Local, bits: Tensor) -> None:
-        """take() those of `bits` that `local` has not taken yet."""
-        had = local.bits.clone()
-        self.take(local, indices_of(bits & ~had, self.layout.size))
 
     def fill_zeros(self, local: Local, indices: Tensor) -> None:
         """Give zero gradients to parameters that have none; one stretch of zeros serves all."""

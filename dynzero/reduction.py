@@ -78,6 +78,8 @@ def reduce(
     if only is not None and opt._rounds is None:
         present = present & bit_mask([only], opt._layout.size)
     opt._touched |= local.bits
+    if opt._rounds is not None:
+        opt._window.had |= local.bits
     if opt._mover is None:
         return gradients_in_place(opt, local, present, eligible if closing else None)
     window = opt._window if opt._rounds is not None else Window(opt._layout, opt._device)

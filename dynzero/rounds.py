@@ -48,23 +48,18 @@ class Waitable(Protocol):
 class Pass(Local):
     """The gradients of one backward pass, which arrive while it runs.
 
-    `bits` are those that have arrived and been taken, `announced` those to expect.
+    `bits` are those that have arrived and been taken, `announced` what was told to all ranks.
     """
 
     def __init__(self, reader: Reader, watch: Any, local: Local) -> None:
         local.drop()
         super().__init__(local.ptrs, local.bits)
         self._reader, self._watch = reader, watch
-        self._announced = torch.empty_like(self.bits)
-        self._sent = False
+        self.announced = torch.empty_like(self.bits)
+        self.window: object = None  # the one in which its round is, once the ranks have agreed
         self._running = True
-        self._expected = self.bits  # bool [params], once there is a plan
-        watch.begin(self._announced)
-
-    def announce(self) -> Tensor:
-        """What to tell the other ranks: what is expected, or, after the end, what has come."""
-        self._sent = True
-        return self._announced if self._running else self.bits
+        watch.begin(self.announced)
+        self._open = flags_of(self.announced)  # announced, and its bucket has not left
 
     @property
     def complete(self) -> bool:
@@ -74,25 +69,25 @@ class Pass(Local):
         if self._running:
             if place == 0:
                 self._watch.plan(plan.places, len(plan.buckets))
-                self._expected = flags_of(self._announced)
             filled = Filled(self, place)
             while not filled.ready():
                 yield filled
             if self._running:
                 rows = plan.active[bucket.rows]
-                self._reader.take(self, rows[self._expected[rows]])
+                self._reader.take(self, rows[self._open[rows]])
+                self._open[rows] = False
 
     def filled(self, place: int) -> bool:
         return not self._running or self._watch.filled(place)
 
     def close(self) -> None:
-        """The pass has ended: take what was announced, or, if nothing was yet, all there is."""
+        """The pass has ended: take the rest of what was announced, and only that.
+
+        What belongs to a round must not depend on how fast the other ranks are.
+        """
         self._running = False
         self._watch.end()
-        if self._sent:
-            self._reader.take_new(self, self._announced)
-        else:
-            self._reader.take(self)
+        self._reader.take(self, self._open.nonzero().flatten())
 
 
 class Filled:

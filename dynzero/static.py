@@ -39,7 +39,7 @@ class Repeated:
         elif not self.closed:
             answer = Answer(agreed, opt._window.present.clone())
             self._answers[action, opt._window.rounds] = answer
-            self.closed = action is Action.STEP
+            self.closed = action is Action.STEP and not agreed.any_at(Action.ROUND)
 
     def recall(self, opt: ZeroOptimizer, action: Action, bits: Tensor) -> Agreed | None:
         """What was agreed here in the first window; None if that is not over, or to be asked anew.

@@ -346,3 +346,77 @@ def test_grad_watch_refuses_tables_of_another_size() -> None:
         watch.plan(torch.ones(4, dtype=torch.int32), 1)
     with pytest.raises(RuntimeError, match="expected a list of tensors, got a int"):
         watch.add([1])
+
+
+def late_after_a_norm(rank: int, world: int, ask: bool) -> tuple[list[Tensor], list[str]]:
+    """Announced, withdrawn, and then brought by a pass in no_sync()."""
+    params = parameters(rank_device())
+    opt = build(params)
+    Withheld.apply(chain(params[1:], 1.0), params[0]).backward()
+    with opt.no_sync():
+        chain(params[:1], 1.0).backward()
+    if ask:
+        opt.grad_norm()
+    opt.step()
+    return [p.detach().cpu() for p in params], list(opt.last_step.active)
+
+
+@worlds(2)
+def test_a_norm_between_loses_no_gradient(world: int, backend: str) -> None:
+    asked = run_world(world, late_after_a_norm, True, backend=backend)
+    for (got, active), (plain, _) in zip(
+        asked, run_world(world, late_after_a_norm, False, backend=backend), strict=True
+    ):
+        assert active == ["p0", "p1", "p2", "p3"]
+        assert same(got, plain)
+        assert not torch.equal(got[0], parameters()[0])
+
+
+def given_up_during_a_pass(rank: int, world: int) -> tuple[list[Tensor], list[str]]:
+    """Rank 0 learns in the middle of its pass that rank 1 has given up the window."""
+    params = parameters(rank_device())
+    opt = build(params)
+    if rank == 1:
+        handle = params[3].register_hook(lambda g: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            opt.backward(chain(params, 1.0))
+    else:
+        handle = params[1].register_hook(lambda g: time.sleep(0.7))
+        opt.backward(chain(params, 1.0))
+    handle.remove()
+    opt.zero_grad()
+    opt.backward(Withheld.apply(chain(params[1:], 1.0), params[0]))
+    opt.step()
+    return [p.detach().cpu() for p in params], list(opt.last_step.active)
+
+
+@worlds(2)
+def test_a_dead_pass_makes_nothing_present(world: int, backend: str) -> None:
+    for got, active in run_world(world, given_up_during_a_pass, backend=backend):
+        assert active == ["p1", "p2", "p3"]
+        assert torch.equal(got[0], parameters()[0])
+
+
+def set_anew(rank: int, world: int, stage: int) -> Tensor:
+    """A hook puts in a gradient for a parameter whose bucket has left (if others were quick)."""
+    params = parameters(rank_device())
+    opt = build(params, stage=stage)
+
+    def late(p: Tensor) -> None:
+        params[3].grad = torch.ones_like(params[3])
+
+    params[0].register_post_accumulate_grad_hook(late)
+    for p in params[:3]:
+        p.register_hook(lambda g: time.sleep(0.1))
+    opt.backward(chain(params, 1.0))
+    grad = opt.full_grad(params[3])
+    return grad.cpu()
+
+
+@worlds(2)
+def test_a_gradient_set_after_its_bucket_left_counts(world: int, backend: str) -> None:
+    for grad in run_world(world, set_anew, 2, backend=backend):
+        # As in torch, it replaces one that still waits, and adds to one that has been sent.
+        first = parameters()[3].detach().cos()
+        both = torch.allclose(grad, first + 1, rtol=1e-5, atol=1e-6)
+        assert both or torch.equal(grad, torch.ones_like(grad))

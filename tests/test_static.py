@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -65,6 +66,27 @@ def test_static_presence_has_the_bits_of_exact(
         if world > 1:
             assert counts[0] == counts[3] == before[0] > 0, "one window of exchanges"
             assert before[3] > before[0]
+
+
+def uneven(rank: int, world: int, stage: int, presence: str) -> list[Tensor]:
+    """Ranks differ in their numbers of backward calls, as in every window; one is slow."""
+    model, opt = build(rank_device(), stage=stage, presence=presence)
+    for step in range(3):
+        if rank == 1 and step == 1:
+            time.sleep(0.5)
+        for micro in range(1 + (rank == 0)):
+            opt.backward(loss_of(model, "ab"[micro], 10 * step + micro))
+        opt.step()
+        opt.zero_grad()
+    return [p.detach().cpu() for p in model.parameters()]
+
+
+@worlds(2, 3)
+@stages
+def test_static_ranks_may_differ_in_rounds(world: int, backend: str, stage: int) -> None:
+    exact = run_world(world, uneven, stage, "exact", backend=backend)
+    for got in run_world(world, uneven, stage, "static", backend=backend):
+        assert all(torch.equal(p, q) for p, q in zip(got, exact[0], strict=True))
 
 
 def deviate(rank: int, world: int, stage: int) -> list[str]:
