@@ -93,8 +93,7 @@ class Planned:
         """
         local, complaint = self.reader.read()
         assert complaint is None and not local.own, complaint
-        self.reader.forget_addresses()
-        return self.reader.upload(local)
+        return self.reader.upload_anew(local)
 
     def numel(self, which: Tensor) -> int:
         return int(self.layout.numel[which].sum())

@@ -18,7 +18,7 @@ from .layout import WIRE_DTYPES, Layout, build_layout, memory_order
 from .loss_scale import parse_loss_scale
 from .reduced import Reader
 from .shard import FusedShard, Shard, TorchShard
-from .transports.collective import Collective
+from .transports.collective import Collective, as_bytes
 from .transports.control import Control
 from .window import Mover
 
@@ -338,10 +338,6 @@ def sync_params(
         )
     if not copy:
         control.raise_together(error)
-
-
-def as_bytes(value: Tensor) -> Tensor:
-    return (torch.view_as_real(value) if value.is_complex() else value).view(-1).view(torch.uint8)
 
 
 # Presence helpers.

@@ -137,11 +137,12 @@ def agree(
             agreed = opt._control.exchange(mine, bits)
             if judge(opt, agreed, complaint):
                 continue
-            if not agreed.any_at(Action.ROUND):
+            others_reduce = agreed.any_at(Action.ROUND)
+            if not others_reduce:
                 take_back(opt, mine, agreed)
             if opt._repeated is not None:
                 opt._repeated.note(opt, action, agreed)
-            if not agreed.any_at(Action.ROUND):
+            if not others_reduce:
                 return local, agreed
             take_part(opt, agreed)
 
@@ -257,7 +258,7 @@ def discard(opt: ZeroOptimizer) -> None:
     if opt._rounds is None:
         opt._discards.clear(raised)
         return
-    raised |= opt._rounds.cut_short()
+    raised |= opt._rounds.end_pass()
     if opt._repeated is not None and opt._repeated.closed:  # as all ranks do
         opt._rounds.finish()
         if opt._window.used:

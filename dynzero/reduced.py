@@ -78,22 +78,22 @@ class Reader:
         Addresses that have not changed are there already, so that a captured step copies nothing
         that a replay would read too late.
         """
-        assert local.table is not None
         if self._uploaded is None or not torch.equal(self._uploaded[0], local.ptrs[0]):
             if capturing(self.device):
                 raise RuntimeError(
                     "step() in a CUDA graph: gradients are not where the step before the capture "
                     "found them; keep them there with zero_grad(set_to_none=False)"
                 )
-            zeros, ptrs = upload(local.table[:2], self.device).unbind()
-            self._uploaded = local.ptrs[0], ptrs
-            return ptrs, zeros.view(torch.int32)[: self.layout.size]
+            return self.upload_anew(local)
         flags = torch.zeros(self.layout.size, dtype=torch.int32, device=self.device)
         return self._uploaded[1], flags
 
-    def forget_addresses(self) -> None:
-        """Upload them anew, even if they have not changed."""
-        self._uploaded = None
+    def upload_anew(self, local: Local) -> tuple[Tensor, Tensor]:
+        """upload() of addresses that have changed."""
+        assert local.table is not None
+        zeros, ptrs = upload(local.table[:2], self.device).unbind()
+        self._uploaded = local.ptrs[0], ptrs
+        return ptrs, zeros.view(torch.int32)[: self.layout.size]
 
     def complaint(self, i: int) -> ValueError:
         p = self.params[i]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .ops import RECORD_COLUMNS, SCALE_FIELDS, STATUS_FIELDS
 from .plan import indices_of
+from .reduced import capturing
 
 logger = logging.getLogger("dynzero")
 KINDS = {1: "inf", 2: "nan", 3: "nan"}
@@ -27,7 +28,7 @@ class Readback:
         self._numbers = numbers
         self._read: list[float] | None = None
         # In a CUDA graph they stay on the device: each replay writes them anew.
-        self.captured = numbers.is_cuda and torch.cuda.is_current_stream_capturing()
+        self.captured = capturing(numbers.device)
         if numbers.is_cuda and not self.captured:
             pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self._numbers = pinned.copy_(numbers, non_blocking=True)

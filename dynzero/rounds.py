@@ -170,7 +170,7 @@ class Rounds:
         """In the first hook of a pass: follow it, unless it is a part of another."""
         if inside_function():
             return False
-        self._end_pass()  # one that an exception has cut short
+        self.end_pass()  # one that an exception has cut short
         opener = self._open()
         assert opener is not None
         with self._on_stream():
@@ -181,15 +181,15 @@ class Rounds:
         def at_end() -> None:
             rounds = me()
             if rounds is not None and rounds._current is current:
-                rounds._end_pass()
+                rounds.end_pass()
                 rounds._advance(time.monotonic() + PATIENCE_S)
 
         torch.autograd.Variable._execution_engine.queue_callback(at_end)
         self._advance(0.0)
         return True
 
-    def _end_pass(self) -> bool:
-        """The pass that is followed, if there is one, has ended."""
+    def end_pass(self) -> bool:
+        """Follow no pass any more. True if there was one whose end had not been seen."""
         current, self._current = self._current, None
         closer = self._close()
         if current is None or closer is None:
@@ -197,10 +197,6 @@ class Rounds:
         with self._on_stream():
             closer(current)
         return True
-
-    def cut_short(self) -> bool:
-        """Follow no pass any more. True if there was one whose end has not been seen."""
-        return self._end_pass()
 
     @property
     def pending(self) -> bool:
@@ -257,7 +253,7 @@ class Rounds:
 
     def finish(self) -> None:
         """Complete all started rounds, waiting for as long as it takes."""
-        self._end_pass()
+        self.end_pass()
         with self._driving:
             failure, self._failure = self._failure, None
             if failure is not None:

@@ -94,4 +94,5 @@ def on_wire(tensor: Tensor) -> Tensor:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Every backend moves bytes."""
-    return tensor.view(-1).view(torch.uint8)
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.view(-1).view(torch.uint8)
