@@ -16,7 +16,15 @@ from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
 ROOT = Path(__file__).parent.resolve()
-MODULE_SOURCES = ["bindings.cpp", "ops.cpp", "ops_cpu.cpp", "param_scan.cpp", "grad_watch.cpp"]
+MODULE_SOURCES = [
+    "bindings.cpp",
+    "bucket_mover.cpp",
+    "grad_watch.cpp",
+    "ops.cpp",
+    "ops_cpu.cpp",
+    "param_scan.cpp",
+    "transport.cpp",
+]
 # A library is searched for once, in the order of the command line: the kernels' own come last.
 CUDA_LIBRARIES = ["-lc10_cuda", "-ldl", "-lrt", "-lpthread"]
 

@@ -94,7 +94,7 @@ def run_group(place: Place, job: Job, group: list[Case]) -> list[dict[str, Any]]
         if place.device.type == "cuda":
             result["peak_bytes"] = torch.cuda.max_memory_allocated() - before
     if ours and place.world > 1:
-        with without_wire():
+        with without_wire(trainer.optimizer):
             for case, result in zip(group, results, strict=True):
                 result["no_wire_ms"] = Clock(place).run(trainer, case, data)["iteration_ms"]
         # A skipped step costs less than one that is made.

@@ -6,12 +6,17 @@
 
 #include <cstddef>
 #include <exception>
+#include <memory>
+#include <utility>
+#include <vector>
 
+#include "bucket_mover.h"
 #include "grad_watch.h"
 #include "kernel_config.h"
 #include "ops.h"
 #include "param_scan.h"
 #include "segments.h"
+#include "transport.h"
 
 namespace py = pybind11;
 
@@ -96,6 +101,97 @@ void translate_error(std::exception_ptr error) {
   }
 }
 
+// A transport written in Python. The caller keeps the Python object alive.
+class PyTransport final : public Transport {
+ public:
+  using Transfers = std::shared_ptr<Transfer>;
+  Transfers all_to_all(at::Tensor received, at::Tensor sent) override {
+    PYBIND11_OVERRIDE_PURE(Transfers, Transport, all_to_all, received, sent);
+  }
+  Transfers all_gather(at::Tensor everybody, at::Tensor mine) override {
+    PYBIND11_OVERRIDE_PURE(Transfers, Transport, all_gather, everybody, mine);
+  }
+};
+
+// The Python side of bucket_mover.h and transport.h. No call keeps the GIL: any of them may wait.
+void add_movers(py::module_& m) {
+  const auto no_gil = py::call_guard<py::gil_scoped_release>();
+  py::register_exception<TransportError>(m, "TransportError", PyExc_RuntimeError);
+  py::class_<Transfer, std::shared_ptr<Transfer>>(m, "Transfer",
+                                                  "A collective under way; as made here, over.")
+      .def(py::init<>())
+      .def("ready", &Transfer::ready, no_gil)
+      .def("wait", &Transfer::wait, no_gil);
+  py::class_<Transport, PyTransport, std::shared_ptr<Transport>>(m, "Transport",
+                                                                 "Moves buckets between ranks.")
+      .def(py::init<>())
+      .def("all_to_all", &Transport::all_to_all, no_gil, py::arg("received"), py::arg("sent"))
+      .def("all_gather", &Transport::all_gather, no_gil, py::arg("everybody"), py::arg("mine"));
+  py::class_<CollectiveTransport, Transport, std::shared_ptr<CollectiveTransport>>(
+      m, "CollectiveTransport", "Over a torch.distributed process group.")
+      .def(py::init<c10::intrusive_ptr<c10d::ProcessGroup>>(), py::arg("group"));
+
+  py::class_<GradStore>(m, "GradStore", "Gradients taken out of their parameters.")
+      .def(py::init<>())
+      .def("keep", &GradStore::keep, py::arg("param"), py::arg("grad"))
+      .def("get", &GradStore::get, py::arg("param"))
+      .def("clear", &GradStore::clear);
+  py::class_<Buckets, std::shared_ptr<Buckets>>(m, "Buckets", "A plan, as the movers read it.")
+      .def(py::init([](at::Tensor rows, int64_t world) {
+             return std::make_shared<Buckets>(Buckets{std::move(rows), world, {}});
+           }),
+           py::arg("rows"), py::arg("world"))
+      .def(
+          "add",
+          [](Buckets& self, at::Tensor full_chunks, at::Tensor own_chunks, at::ScalarType wire,
+             at::ScalarType dtype, int64_t stride, int64_t first_own, std::vector<int64_t> params) {
+            self.list.push_back({std::move(full_chunks), std::move(own_chunks), wire, dtype, stride,
+                                 first_own, std::move(params)});
+          },
+          py::arg("full_chunks"), py::arg("own_chunks"), py::arg("wire"), py::arg("dtype"),
+          py::arg("stride"), py::arg("first_own"), py::arg("params"));
+  py::class_<Reduction>(m, "Reduction", "Sums gradients onto their owners.")
+      .def(py::init([](std::shared_ptr<Buckets> buckets, std::shared_ptr<Transport> transport,
+                       at::Tensor addresses, at::Tensor present, at::Tensor partials,
+                       at::Tensor nonfinite) {
+             ReductionTables tables{std::move(addresses), std::move(present), std::move(partials),
+                                    std::move(nonfinite)};
+             return std::make_unique<Reduction>(std::move(buckets), std::move(transport),
+                                                std::move(tables));
+           }),
+           py::arg("buckets"), py::arg("transport"), py::arg("addresses"), py::arg("present"),
+           py::arg("partials"), py::arg("nonfinite"))
+      .def("locate", &Reduction::locate, no_gil, py::arg("number"), py::arg("host_ptrs"))
+      .def("send", &Reduction::send, no_gil, py::arg("number"), py::arg("store"))
+      .def_property_readonly("in_flight", &Reduction::in_flight)
+      .def("ready", &Reduction::ready, no_gil)
+      .def("receive", &Reduction::receive, no_gil)
+      .def("run", &Reduction::run, no_gil, py::arg("store"), py::arg("most_in_flight"));
+  py::class_<Gathering>(m, "Gathering", "Brings new values into everybody's parameters.")
+      .def(py::init<std::shared_ptr<Buckets>, std::shared_ptr<Transport>, int64_t, at::Tensor,
+                    at::Tensor>(),
+           py::arg("buckets"), py::arg("transport"), py::arg("rank"), py::arg("param_ptrs"),
+           py::arg("status"))
+      .def("room", &Gathering::room, no_gil, py::arg("number"))
+      .def("send", &Gathering::send, no_gil)
+      .def_property_readonly("in_flight", &Gathering::in_flight)
+      .def("receive", &Gathering::receive, no_gil);
+  m.def(
+      "update_and_gather",
+      [](Buckets& buckets, Gathering& gathering, int64_t kind, at::Tensor grad_ptrs,
+         at::Tensor state_ptrs, at::Tensor hyper, at::Tensor steps, at::Tensor status,
+         int64_t most_in_flight) {
+        const Update update{kind,
+                            std::move(grad_ptrs),
+                            std::move(state_ptrs),
+                            std::move(hyper),
+                            std::move(steps),
+                            std::move(status)};
+        update_and_gather(buckets, gathering, update, most_in_flight);
+      },
+      no_gil, "Updates the own pieces and gathers them, bucket by bucket.");
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -114,6 +210,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("update_shard", &update_shard, no_gil, "One optimizer step of the own pieces.");
   m.def("unpack_params", &unpack_params, no_gil, "Bucket -> parameters.");
 
+  add_movers(m);
+
   py::class_<ParamScan>(m, "ParamScan", "Reads where parameters and gradients are.")
       .def(py::init<py::list>(), py::arg("params"))
       .def("read", &ParamScan::read, py::arg("grad_ptrs"), py::arg("param_ptrs"),
@@ -122,8 +220,9 @@ PYBIND11_MODULE(_C, m) {
            "read() into new tensors: (table, present, odd, changed).")
       .def("first_other", &ParamScan::first_other, py::arg("groups"),
            "Position of the first parameter in these lists that is another object, or -1.")
-      .def("take", &ParamScan::take, py::arg("indices"), py::arg("grad_ptrs"), py::arg("present"),
-           "Moves gradients out of parameters, returns (gradients, odd).");
+      .def("take", &ParamScan::take, py::arg("indices"), py::arg("open"), py::arg("grad_ptrs"),
+           py::arg("present"), py::arg("store"),
+           "Moves gradients out of parameters into a GradStore, returns those that are odd.");
 
   py::class_<GradWatch>(m, "GradWatch", "Follows a backward pass, parameter by parameter.")
       .def(py::init<py::function, py::function>(), py::arg("meet"), py::arg("progress"))
@@ -133,6 +232,7 @@ PYBIND11_MODULE(_C, m) {
       .def("filled", &GradWatch::filled, py::arg("place"))
       .def("end", &GradWatch::end)
       .def("streams", &GradWatch::streams)
+      .def("all_on", &GradWatch::all_on, py::arg("stream_id"))
       .def_property("paused", &GradWatch::paused, &GradWatch::set_paused);
 }
 

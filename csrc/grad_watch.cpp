@@ -211,4 +211,14 @@ std::vector<std::tuple<int64_t, int64_t, int64_t>> GradWatch::streams() const {
   return out;
 }
 
+bool GradWatch::all_on(int64_t stream_id) const {
+  for (const c10::Stream& stream : state_->streams) {
+    const c10::impl::VirtualGuardImpl guard(stream.device_type());
+    if (stream.id() != stream_id || guard.getStream(stream.device()).id() != stream_id) {
+      return false;
+    }
+  }
+  return !state_->streams.empty();
+}
+
 }  // namespace dynzero

@@ -46,6 +46,9 @@ class GradWatch {
   // CUDA streams (stream_id, device_index, device_type) on which gradients of this pass arrived.
   std::vector<std::tuple<int64_t, int64_t, int64_t>> streams() const;
 
+  // Whether these, and the current stream of their device, are all this one.
+  bool all_on(int64_t stream_id) const;
+
   struct State;
 
  private:

@@ -3,10 +3,13 @@
 #include "param_scan.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/record_stream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace dynzero {
 namespace {
@@ -76,6 +79,14 @@ void check_table(const char* method, const char* name, const at::Tensor& table,
                   table.is_contiguous(),
               "ParamScan.", method, ": expected ", name, " contiguous, of dtype ", dtype,
               " and size [", size, "], got ", table.scalar_type(), " ", table.sizes());
+}
+
+// Backward may have allocated it on another stream, which must not reuse it before the current one
+// has read it. Where that is the same stream, nothing happens.
+void outlive_current_stream(const at::Tensor& grad) {
+  const at::Device device = grad.device();
+  if (!device.is_cuda() || grad.layout() != c10::kStrided) return;
+  grad.record_stream(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
 }
 
 }  // namespace
@@ -196,34 +207,36 @@ int64_t ParamScan::first_other(const pybind11::list& groups) const {
   return i < num_params ? i : -1;
 }
 
-std::pair<std::vector<at::Tensor>, ParamScan::Indices> ParamScan::take(
-    const at::Tensor& indices, const at::Tensor& grad_ptrs, const at::Tensor& present) const {
+ParamScan::Indices ParamScan::take(const Indices& indices, const at::Tensor& open,
+                                   const at::Tensor& grad_ptrs, const at::Tensor& present,
+                                   GradStore& store) const {
   const auto num_params = static_cast<int64_t>(remembered_.size());
-  check_table("take", "indices", indices, at::ScalarType::Long, indices.numel());
+  check_table("take", "open", open, at::ScalarType::Bool, open.numel());
+  TORCH_CHECK(open.numel() >= num_params, "ParamScan.take: expected open with at least ",
+              num_params, " entries, got ", open.numel());
   check_table("take", "grad_ptrs", grad_ptrs, at::ScalarType::Long, num_params);
   check_table("take", "present", present, at::ScalarType::Byte, (num_params + 7) / 8);
-  const auto* chosen = indices.const_data_ptr<int64_t>();
+  auto* is_open = open.mutable_data_ptr<bool>();
   auto* addresses = grad_ptrs.mutable_data_ptr<int64_t>();
   auto* bits = present.mutable_data_ptr<uint8_t>();
 
-  std::vector<at::Tensor> grads;
-  grads.reserve(static_cast<size_t>(indices.numel()));
   Indices odd;
-  for (int64_t k = 0; k < indices.numel(); ++k) {
-    const int64_t i = chosen[k];
+  for (const int64_t i : indices) {
     TORCH_CHECK(i >= 0 && i < num_params, "ParamScan.take: expected indices below ", num_params,
                 ", got ", i);
+    if (!std::exchange(is_open[i], false)) continue;
     at::TensorImpl* impl = param(i).unsafeGetTensorImpl();
-    const at::Tensor& grad = impl->grad();
+    const at::Tensor grad = std::exchange(impl->mutable_grad(), at::Tensor());
     const std::optional<int64_t> address =
         grad_address(i, impl, grad.defined() ? grad.unsafeGetTensorImpl() : nullptr);
     addresses[i] = address.value_or(0);
-    if (!address) odd.push_back(k);
+    if (!address) odd.push_back(i);
     set_bit(bits, i, grad.defined());
-    grads.push_back(std::move(impl->mutable_grad()));
-    impl->mutable_grad() = at::Tensor();
+    if (!grad.defined()) continue;
+    outlive_current_stream(grad);
+    store.keep(i, grad);
   }
-  return {std::move(grads), std::move(odd)};
+  return odd;
 }
 
 }  // namespace dynzero

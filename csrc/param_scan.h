@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "bucket_mover.h"
+
 namespace dynzero {
 
 class ParamScan {
@@ -40,12 +42,12 @@ class ParamScan {
   // the parameter given at construction, or is one too many, or is missing; -1 if all are the same.
   int64_t first_other(const pybind11::list& groups) const;
 
-  // Moves the gradients of the parameters `indices` (int64 on the CPU) out of them. Addresses and
-  // bits of just these parameters are stored as read() does. Returns (gradients, odd): one
-  // gradient, or None, for each index, and the positions among them of those that are odd.
-  std::pair<std::vector<at::Tensor>, Indices> take(const at::Tensor& indices,
-                                                   const at::Tensor& grad_ptrs,
-                                                   const at::Tensor& present) const;
+  // Moves gradients out of their parameters into `store`, of those parameters among `indices` that
+  // are still `open` (bool [>= P] on the CPU), which they then are no more. Addresses and bits of
+  // just these are stored as read() does. CUDA: their memory is not used again before the current
+  // stream has read it. Returns the odd ones.
+  Indices take(const Indices& indices, const at::Tensor& open, const at::Tensor& grad_ptrs,
+               const at::Tensor& present, GradStore& store) const;
 
  private:
   struct Remembered {

@@ -10,11 +10,12 @@ import ctypes
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ._build import load_extension
 from .layout import Layout, shard_dtype
 from .table import COLUMNS, Table, make_table
 
@@ -32,6 +33,15 @@ class Bucket(NamedTuple):
     shard_offset: int  # elements before this bucket in the shard buffer of its dtype
 
 
+class Room(NamedTuple):
+    """A flat buffer of pieces: int64 [n] parameter indices, and where in it each starts, bytes."""
+
+    dtype: torch.dtype
+    indices: Tensor
+    offsets: Tensor
+    numel: int
+
+
 @dataclass(frozen=True)
 class Plan:
     """The buckets of one active set. `active` int64 [n]: parameter indices in row order."""
@@ -42,9 +52,9 @@ class Plan:
     indices: tuple[int, ...]  # `active` as Python numbers
     offsets: tuple[int, ...]  # of each row's slot in its bucket, elements
     divisors: dict[int, int]  # ranks to average over, by parameter index
-    num_params: int  # active or not
+    layout: Layout
 
-    # Cut once for all steps: each slice costs microseconds.
+    # Worked out once for all steps: each slice costs microseconds.
     @cached_property
     def full_chunks(self) -> tuple[Tensor, ...]:
         """`table.full_chunks` of each bucket."""
@@ -61,16 +71,26 @@ class Plan:
         return tuple(values.split([b.own.stop - b.own.start for b in self.buckets]))
 
     @cached_property
+    def compiled(self) -> Any:
+        """The plan as the bucket loops in C++ read it."""
+        buckets = load_extension().Buckets(self.table.rows, self.layout.world)
+        for b, full, own in zip(self.buckets, self.full_chunks, self.own_chunks, strict=True):
+            params = self.indices[b.rows]
+            buckets.add(full, own, b.wire, b.dtype, b.stride, b.own.start, params)
+        return buckets
+
+    @cached_property
     def places(self) -> Tensor:
         """int32 [params]: place of each parameter's bucket in the order of sending, -1 if none."""
-        places = torch.full((self.num_params,), -1, dtype=torch.int32)
+        places = torch.full((self.layout.size,), -1, dtype=torch.int32)
         for place, bucket in enumerate(reversed(self.buckets)):
             places[self.active[bucket.rows]] = place
         return places
 
-    def span(self, bucket: Bucket) -> slice:
-        """The shortest range of parameter indices around the bucket's."""
-        return slice(self.indices[bucket.rows.start], self.indices[bucket.rows.stop - 1] + 1)
+    @cached_property
+    def rooms(self) -> list[Room]:
+        """Room for the pieces of all its parameters."""
+        return rooms_of(self.layout, self.active)
 
     def to(self, device: torch.device) -> Plan:
         return replace(self, table=self.table.to(device))
@@ -165,9 +185,19 @@ def make_plan(
         shard_numel[shard_dtype(dtype)] = at + stride
     indices = tuple(active.tolist())
     divisors = dict(zip(indices, divisor.tolist(), strict=True))
-    return Plan(
-        active, table, tuple(buckets), indices, tuple(offset.tolist()), divisors, layout.size
-    )
+    return Plan(active, table, tuple(buckets), indices, tuple(offset.tolist()), divisors, layout)
+
+
+def rooms_of(layout: Layout, indices: Tensor) -> list[Room]:
+    """Where the pieces of these parameters lie in shard buffers of their own, one per dtype."""
+    dtypes = [shard_dtype(layout.dtypes[i]) for i in indices.tolist()]
+    rooms = []
+    for dtype in dict.fromkeys(dtypes):
+        some = indices[torch.tensor([d == dtype for d in dtypes])]
+        piece = layout.piece[some]
+        offsets = (torch.cumsum(piece, 0) - piece) * dtype.itemsize
+        rooms.append(Room(dtype, some, offsets, int(piece.sum())))
+    return rooms
 
 
 def bucket_bounds(

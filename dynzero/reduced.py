@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._build import load_extension
 from .layout import Layout, dense_strides, flat_copy, flat_view, is_dense, shard_dtype
 from .plan import Bucket, Plan
 
@@ -21,16 +22,17 @@ class Local:
     """This rank's gradients. ptrs: int64 [2, params] on the CPU: gradients, parameters.
 
     bits: uint8 presence. table: int64 [3, params], zeros and then `ptrs`. `own` holds, by parameter
-    index, gradients that have been taken out of the parameters, and regular copies of those that a
-    kernel cannot read where they lie.
+    index, regular copies of gradients that a kernel cannot read where they lie; `taken` (a
+    GradStore) those that have been taken out of the parameters.
     """
 
     ptrs: Tensor
     bits: Tensor
     own: dict[int, Tensor] = field(default_factory=dict)
     table: Tensor | None = None
+    taken: Any = field(default_factory=load_extension().GradStore)
 
-    def arrive(self, plan: Plan, bucket: Bucket, place: int) -> Iterator[Any]:
+    def arrive(self, plan: Plan, number: int, place: int) -> Iterator[Any]:
         """Yields what to wait for until the bucket's gradients are here. These are all here."""
         return iter(())
 
@@ -44,14 +46,13 @@ class Local:
         self.ptrs[0].zero_()
         self.bits = torch.zeros_like(self.bits)
         self.own = {}
+        self.taken.clear()
 
 
 class Reader:
     """Reads `p.grad` of all parameters; everything that may differ locally is found here."""
 
     def __init__(self, params: list[Tensor], layout: Layout, device: torch.device) -> None:
-        from ._build import load_extension
-
         self.params, self.layout, self.device = params, layout, device
         self.scan = load_extension().ParamScan(params)
         self._uploaded: tuple[Tensor, Tensor] | None = None  # of the last step, in place
@@ -117,17 +118,13 @@ class Reader:
         local.own[i] = regular_grad(self.params[i], grad)
         local.ptrs[0, i] = local.own[i].data_ptr()
 
-    def take(self, local: Local, indices: Tensor | None = None) -> None:
-        """Move gradients (of all parameters, or int64 [n]) into `local`, until they are packed."""
-        if indices is None:
-            indices = torch.arange(self.layout.size)
-        grads, odd = self.scan.take(indices, local.ptrs[0], local.bits)
-        if self.device.type == "cuda":
-            outlive_kernels(grads, torch.cuda.current_stream(self.device))
-        rows = indices.tolist()
-        local.own.update((i, g) for i, g in zip(rows, grads, strict=True) if g is not None)
-        for k in odd:
-            self._make_regular(local, rows[k], grads[k])
+    def take(self, local: Local, indices: Sequence[int], still_open: Tensor) -> None:
+        """Move gradients into `local`, until they are packed.
+
+        Of these parameters only those that are open (bool [>= params]), which they then are not.
+        """
+        for i in self.scan.take(indices, still_open, local.ptrs[0], local.bits, local.taken):
+            self._make_regular(local, i, local.taken.get(i))
 
     def fill_zeros(self, local: Local, indices: Tensor) -> None:
         """Give zero gradients to parameters that have none; one stretch of zeros serves all."""
@@ -156,14 +153,6 @@ class Reader:
 def capturing(device: torch.device) -> bool:
     """True while a CUDA graph is being captured, when the host may allocate no pinned memory."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def outlive_kernels(grads: list[Tensor | None], stream: torch.cuda.Stream) -> None:
-    """Backward may have allocated them on other streams, which must not reuse them before this one
-    has read them. Where `stream` is the one that allocated them, nothing happens."""
-    for grad in grads:
-        if grad is not None and grad.is_cuda and grad.layout == torch.strided:
-            grad.record_stream(stream)
 
 
 def regular_grad(p: Tensor, grad: Tensor) -> Tensor:

@@ -89,7 +89,8 @@ def reduce(
     plan = plan_of(opt, now, None, whole=False)
     if plan is not None:
         if opt._rounds is not None:
-            opt._reader.take(local)
+            everything = torch.ones(opt._layout.size, dtype=torch.bool)
+            opt._reader.take(local, range(opt._layout.size), everything)
         with Range("dynzero::reduce"):
             run(opt._mover.reduce(plan, local, present, window))
     final = plan_of(opt, union(window.present) | now, window.present, whole=opt._shard.whole)

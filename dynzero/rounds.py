@@ -21,7 +21,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ._build import load_extension
-from .plan import Bucket, Plan, flags_of
+from .plan import Plan, flags_of
 from .reduced import Local, Reader
 
 # Note [Backward never blocks for good]
@@ -65,7 +65,7 @@ class Pass(Local):
     def complete(self) -> bool:
         return not self._running
 
-    def arrive(self, plan: Plan, bucket: Bucket, place: int) -> Iterator[Any]:
+    def arrive(self, plan: Plan, number: int, place: int) -> Iterator[Any]:
         if self._running:
             if place == 0:
                 self._watch.plan(plan.places, len(plan.buckets))
@@ -73,9 +73,7 @@ class Pass(Local):
             while not filled.ready():
                 yield filled
             if self._running:
-                rows = plan.active[bucket.rows]
-                self._reader.take(self, rows[self._open[rows]])
-                self._open[rows] = False
+                self._reader.take(self, plan.indices[plan.buckets[number].rows], self._open)
 
     def filled(self, place: int) -> bool:
         return not self._running or self._watch.filled(place)
@@ -87,7 +85,7 @@ class Pass(Local):
         """
         self._running = False
         self._watch.end()
-        self._reader.take(self, self._open.nonzero().flatten())
+        self._reader.take(self, self._open.nonzero().flatten().tolist(), self._open)
 
 
 class Filled:
@@ -210,6 +208,8 @@ class Rounds:
     def _on_stream(self) -> AbstractContextManager[Any]:
         """CUDA: the stream of the rounds, after what the current one and the hooks' now hold."""
         if self._stream is None:
+            return nullcontext()
+        if self._watch.all_on(self._stream.stream_id):
             return nullcontext()
         current = torch.cuda.current_stream(self._stream.device)
         for s in self._watch.streams():

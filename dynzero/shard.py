@@ -97,6 +97,18 @@ class Shard:
         """Update the bucket's own pieces; new values also go to `out` [stride], if given."""
         raise NotImplementedError
 
+    def update_and_gather(
+        self, plan: Plan, grads: Gradients, gathering: Any, most_in_flight: int
+    ) -> None:
+        """Update bucket by bucket; each goes out by `gathering` while the next one is updated."""
+        for bucket in plan.buckets:
+            self.update(plan, bucket, grads, gathering.room(bucket.number))
+            gathering.send()
+            if gathering.in_flight == most_in_flight:
+                gathering.receive()
+        while gathering.in_flight:
+            gathering.receive()
+
     def entries(self, i: int) -> dict[str, Any]:
         """State of parameter i, tensors of the own piece's size or 0-dim; empty if none yet."""
         raise NotImplementedError
@@ -208,6 +220,14 @@ class FusedShard(Shard):
             self.steps,
             grads.status,
         )
+
+    def update_and_gather(
+        self, plan: Plan, grads: Gradients, gathering: Any, most_in_flight: int
+    ) -> None:
+        ops.update_and_gather(
+            plan.compiled, gathering, self.spec.kind, grads.ptrs, self._device_table, self._hyper,
+            self.steps, grads.status, most_in_flight,
+        )  # fmt: skip
 
     def entries(self, i: int) -> dict[str, Any]:
         if i not in self.live:

@@ -6,7 +6,6 @@ stage 1 a window holds one reduction, in stage 2 one for each backward pass.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,10 +14,10 @@ from torch import Tensor
 
 from .layout import Layout, shard_dtype
 from .ops import ops
-from .plan import Bucket, Plan
+from .plan import Bucket, Plan, rooms_of
 from .reduced import Gradients, Local, upload
 from .shard import Shard
-from .transports.collective import Collective, Work
+from .transports.collective import Collective
 
 # Buckets in flight: one is being packed while the one before it travels.
 IN_FLIGHT = 2
@@ -62,16 +61,13 @@ class Window:
 
     def claim(self, plan: Plan) -> None:
         """Room for the pieces of the plan's parameters that have none yet, in row order."""
-        new = plan.active[self.ptrs[plan.active] == 0]
-        dtypes = [shard_dtype(self.layout.dtypes[i]) for i in new.tolist()]
-        for dtype in dict.fromkeys(dtypes):
-            some = new[torch.tensor([d == dtype for d in dtypes])]
-            piece = self.layout.piece[some]
+        fresh = self.ptrs[plan.active] == 0
+        rooms = plan.rooms if fresh.all() else rooms_of(self.layout, plan.active[fresh])
+        for room in rooms:
             # At least one element, so that an empty piece has an address that is not 0.
-            buffer = torch.empty(int(piece.sum()) + 1, dtype=dtype, device=self.device)
+            buffer = torch.empty(room.numel + 1, dtype=room.dtype, device=self.device)
             self.buffers.append(buffer)
-            offset = torch.cumsum(piece, 0) - piece
-            self.ptrs[some] = buffer.data_ptr() + offset * dtype.itemsize
+            self.ptrs[room.indices] = buffer.data_ptr() + room.offsets
 
 
 class Mover:
@@ -88,69 +84,37 @@ class Mover:
         """
         accumulate = (window.ptrs != 0).to(torch.int64)
         window.claim(plan)
-        complete = local.complete
-        tables = upload(torch.stack([local.ptrs[0], window.ptrs, accumulate]), self.device).unbind()
-        bits = upload(present.contiguous(), self.device)
-        chunks = plan.table.own_chunks.numel()
-        partials = torch.empty(chunks, dtype=torch.float64, device=self.device)
-        sums = plan.by_bucket(partials)
-        waiting: deque[tuple[Bucket, Tensor, Work]] = deque()
-        for place, bucket in enumerate(reversed(plan.buckets)):
-            if not complete:
-                yield from local.arrive(plan, bucket, place)
-                span = plan.span(bucket)
-                tables[0][span].copy_(local.ptrs[0][span], non_blocking=True)
-            if len(waiting) == IN_FLIGHT:
-                yield waiting[0][-1]
-                self._receive(plan, waiting.popleft(), bits, tables, sums, window)
-            waiting.append(self._send(plan, bucket, local, tables[0], window))
-        while waiting:
-            yield waiting[0][-1]
-            self._receive(plan, waiting.popleft(), bits, tables, sums, window)
+        tables = torch.stack([local.ptrs[0], window.ptrs, accumulate])
+        partials = torch.empty(
+            plan.table.own_chunks.numel(), dtype=torch.float64, device=self.device
+        )
+        reduction = ops.Reduction(
+            plan.compiled, self.collective.transport, upload(tables, self.device),
+            upload(present.contiguous(), self.device), partials, window.nonfinite,
+        )  # fmt: skip
+        if local.complete:
+            with self.collective.naming_ranks():
+                reduction.run(local.taken, IN_FLIGHT)
+        else:
+            yield from self._as_they_fill(reduction, plan, local)
+        local.own.clear()
         ops.fold_sums(plan.table.rows, partials, False, self.layout.world, window.sumsq)
         window.present |= present
 
-    def _send(
-        self, plan: Plan, bucket: Bucket, local: Local, grad_ptrs: Tensor, window: Window
-    ) -> tuple[Bucket, Tensor, Work]:
-        shape = (self.layout.world, bucket.stride)
-        sent = torch.empty(shape, dtype=bucket.wire, device=self.device)
-        ops.pack_grads(
-            plan.table.rows,
-            plan.full_chunks[bucket.number],
-            grad_ptrs,
-            bucket.dtype,
-            sent,
-            None,
-            window.nonfinite,
-        )
-        # What was packed is free; on a big model that is most of the gradients.
-        for i in plan.indices[bucket.rows]:
-            local.own.pop(i, None)
-        received = torch.empty_like(sent)
-        return bucket, received, self.collective.all_to_all(received, sent)
-
-    def _receive(
-        self,
-        plan: Plan,
-        parcel: tuple[Bucket, Tensor, Work],
-        bits: Tensor,
-        tables: tuple[Tensor, ...],
-        sums: tuple[Tensor, ...],
-        window: Window,
-    ) -> None:
-        bucket, received, work = parcel
-        work.wait()
-        ops.reduce_shard(
-            plan.table.rows,
-            plan.own_chunks[bucket.number],
-            received,
-            bits,
-            tables[1],
-            tables[2],
-            sums[bucket.number],
-            window.nonfinite,
-        )
+    def _as_they_fill(self, reduction: Any, plan: Plan, local: Local) -> Iterator[Any]:
+        for place, number in enumerate(reversed(range(len(plan.buckets)))):
+            yield from local.arrive(plan, number, place)
+            reduction.locate(number, local.ptrs[0])
+            if reduction.in_flight == IN_FLIGHT:
+                yield reduction
+            with self.collective.naming_ranks():
+                if reduction.in_flight == IN_FLIGHT:
+                    reduction.receive()
+                reduction.send(number, local.taken)
+        while reduction.in_flight:
+            yield reduction
+            with self.collective.naming_ranks():
+                reduction.receive()
 
     def gather_grads(self, plan: Plan, window: Window) -> tuple[Tensor, list[Tensor]]:
         """Stage 0: every rank gets the whole reduced gradients. Returns addresses and buffers.
@@ -174,30 +138,16 @@ class Mover:
             everybody = torch.empty(
                 self.layout.world, bucket.stride, dtype=mine.dtype, device=self.device
             )
-            self.collective.all_gather(everybody, mine).wait()
+            self.collective.all_gather(everybody, mine)
             self._unpack(plan, bucket, everybody, whole, None)
         return ptrs, buffers
 
     def update_and_gather(self, plan: Plan, shard: Shard, grads: Gradients, ptrs: Tensor) -> None:
         """Update own pieces bucket by bucket and send the new values to everybody's parameters."""
-        waiting: deque[tuple[Bucket, Tensor, Work]] = deque()
-        for bucket in plan.buckets:
-            shape = (self.layout.world, bucket.stride)
-            everybody = torch.empty(shape, dtype=bucket.dtype, device=self.device)
-            mine = everybody[self.layout.rank]
-            shard.update(plan, bucket, grads, mine)
-            waiting.append((bucket, everybody, self.collective.all_gather(everybody, mine)))
-            if len(waiting) == IN_FLIGHT:
-                self._arrive(plan, waiting.popleft(), ptrs, grads)
-        while waiting:
-            self._arrive(plan, waiting.popleft(), ptrs, grads)
-
-    def _arrive(
-        self, plan: Plan, parcel: tuple[Bucket, Tensor, Work], ptrs: Tensor, grads: Gradients
-    ) -> None:
-        bucket, everybody, work = parcel
-        work.wait()
-        self._unpack(plan, bucket, everybody, ptrs, grads.status)
+        rank, transport = self.layout.rank, self.collective.transport
+        gathering = ops.Gathering(plan.compiled, transport, rank, ptrs, grads.status)
+        with self.collective.naming_ranks():
+            shard.update_and_gather(plan, grads, gathering, IN_FLIGHT)
 
     def _unpack(
         self, plan: Plan, bucket: Bucket, everybody: Tensor, ptrs: Tensor, status: Tensor | None
@@ -210,7 +160,7 @@ class Mover:
         everybody = torch.empty(
             self.layout.world, *mine.shape, dtype=mine.dtype, device=self.device
         )
-        self.collective.all_gather(everybody, mine.contiguous()).wait()
+        self.collective.all_gather(everybody, mine.contiguous())
         return everybody
 
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from world import rank_device, run_world
 
 import dynzero
-from dynzero._C import GradWatch
+from dynzero._C import GradWatch, Transfer, Transport
 
 SIZES = (5, 33, 7, 64)
 OPTIONS = dict(lr=0.1, weight_decay=0.1)
@@ -90,12 +90,26 @@ def mean_grads(factors: list[list[float | None]], divisors: list[int]) -> list[T
     return out
 
 
+class Counting(Transport):
+    """Notes each bucket that is sent."""
+
+    def __init__(self, inner: Transport, sent: list[int]) -> None:
+        super().__init__()
+        self.inner, self.sent = inner, sent
+
+    def all_gather(self, *buffers: Tensor) -> Transfer:
+        return self.inner.all_gather(*buffers)
+
+    def all_to_all(self, *buffers: Tensor) -> Transfer:
+        self.sent.append(1)
+        return self.inner.all_to_all(*buffers)
+
+
 def sent_before_the_end(rank: int, world: int) -> tuple[list[Tensor], int, int]:
     params = parameters(rank_device())
     opt = build(params)
     sent: list[int] = []
-    send = opt._mover.collective.all_to_all
-    opt._mover.collective.all_to_all = lambda *a: sent.append(1) or send(*a)
+    opt._mover.collective.transport = Counting(opt._mover.collective.transport, sent)
 
     def pause() -> None:
         # Long enough for the other ranks to announce their pass; a late answer is no error.

@@ -14,12 +14,18 @@ from play import make
 from scenario import Turn
 from world import RankFailure, check_words, run_world
 
+from dynzero._C import Transport
+
 SCENARIO = two_heads(mixed)
 SHORT = datetime.timedelta(seconds=3)
 
 
 def die(*_: Any, **__: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Deadly(Transport):
+    all_to_all = die
 
 
 def train_until_one_dies(rank: int, world: int, stage: int, where: str) -> None:
@@ -31,7 +37,7 @@ def train_until_one_dies(rank: int, world: int, stage: int, where: str) -> None:
         if mortal and where == "before backward":
             die()
         if mortal and where == "reduce":
-            opt._mover.collective.all_to_all = die
+            opt._mover.collective.transport = Deadly()
         if mortal and where == "gather":
             opt._mover.gather_rows = die
         opt.backward(SCENARIO.loss(model, Turn(step, 0, rank, world)))

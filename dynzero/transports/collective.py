@@ -7,13 +7,14 @@ all-gather.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import all_gather_single
+from .._build import load_extension
 from .control import Control
 
 # Note [Sum on the owner]
@@ -22,23 +23,6 @@ from .control import Control
 # a 16-bit wire loses nothing to the sum (neither 40000 on every rank nor 6e-8 on every rank, which
 # no scaling before the sum can both save), results have the same bits for every bucket size, and
 # slots of ranks without a gradient are never read.
-
-
-class Work:
-    """A collective under way. Once waited for it lets go of the buffers, which it keeps alive."""
-
-    def __init__(self, work: Any, control: Control, on_cuda: bool) -> None:
-        self._work, self._control, self._on_cuda = work, control, on_cuda
-
-    def ready(self) -> bool:
-        return self._on_cuda or self._work is None or bool(self._work.is_completed())
-
-    def wait(self) -> None:
-        """On the CPU waits for the data; on CUDA makes the current stream wait for it."""
-        work, self._work = self._work, None
-        if work is not None:
-            with self._control.naming_ranks():
-                work.wait()
 
 
 class Collective:
@@ -65,31 +49,23 @@ class Collective:
         self.group = dist.new_group(
             control.ranks, backend=backend, timeout=control.timeout, use_local_synchronization=True
         )
+        self.transport: Any = load_extension().CollectiveTransport(self.group)
 
-    def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
-        """Both [world, stride]: row r of `sent` goes to rank r, row r of `received` is from it."""
-        with self.control.naming_ranks():
-            work = dist.all_to_all_single(
-                on_wire(received), on_wire(sent), group=self.group, async_op=True
-            )
-        return Work(work, self.control, sent.is_cuda)
+    def all_gather(self, everybody: Tensor, mine: Tensor) -> None:
+        """everybody [world, ...] receives `mine` of each rank.
 
-    def all_gather(self, everybody: Tensor, mine: Tensor) -> Work:
-        """everybody [world, ...] receives `mine` of each rank; `mine` may be its own row of it."""
-        with self.control.naming_ranks():
-            work = all_gather_single(
-                on_wire(everybody), on_wire(mine), group=self.group, async_op=True
-            )
-        return Work(work, self.control, mine.is_cuda)
+        Returns when it is there (CPU), or when the current stream will wait for it (CUDA).
+        """
+        with self.naming_ranks():
+            self.transport.all_gather(everybody, mine).wait()
+
+    def naming_ranks(self) -> AbstractContextManager[None]:
+        """Around calls of the transport: what keeps them from the other ranks, with their names."""
+        return self.control.naming_ranks(load_extension().TransportError)
 
     def broadcast_from_first(self, tensor: Tensor) -> None:
         with self.control.naming_ranks():
             dist.broadcast(as_bytes(tensor), src=self.control.ranks[0], group=self.group)
-
-
-def on_wire(tensor: Tensor) -> Tensor:
-    """NCCL knows the dtypes of buckets; CPU backends differ in theirs."""
-    return tensor if tensor.is_cuda else as_bytes(tensor)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

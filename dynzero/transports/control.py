@@ -169,11 +169,14 @@ class Control:
                 raise ERRORS[other[0]](f"rank {self.ranks[rank]}: {other[1]}") from error
 
     @contextmanager
-    def naming_ranks(self) -> Iterator[None]:
-        """Around anything that needs the other ranks: the error names those that are missing."""
+    def naming_ranks(self, kind: type[Exception] = RuntimeError) -> Iterator[None]:
+        """Around anything that needs the other ranks: the error names those that are missing.
+
+        kind: what it raises when it does not reach them.
+        """
         try:
             yield
-        except RuntimeError as cause:
+        except kind as cause:
             raise self.lost(cause) from cause
 
     def lost(self, cause: Exception) -> RuntimeError:

@@ -1,0 +1,113 @@
+// See bucket_mover.h.
+#include "bucket_mover.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "ops.h"
+
+namespace dynzero {
+namespace {
+
+at::Tensor room_for(const Buckets& buckets, const Bucket& bucket, at::ScalarType dtype) {
+  return at::empty({buckets.world, bucket.stride}, buckets.rows.options().dtype(dtype));
+}
+
+// Gradients of 16-bit parameters are summed in float32.
+at::ScalarType shard_dtype(at::ScalarType dtype) {
+  return dtype == at::ScalarType::Double ? dtype : at::ScalarType::Float;
+}
+
+}  // namespace
+
+Reduction::Reduction(std::shared_ptr<const Buckets> buckets, std::shared_ptr<Transport> transport,
+                     ReductionTables tables)
+    : buckets_(std::move(buckets)),
+      transport_(std::move(transport)),
+      tables_(std::move(tables)),
+      grad_ptrs_(tables_.addresses.select(0, 0)),
+      shard_ptrs_(tables_.addresses.select(0, 1)),
+      accumulate_(tables_.addresses.select(0, 2)) {}
+
+void Reduction::locate(int64_t number, const at::Tensor& host_ptrs) {
+  const auto& params = buckets_->at(number).params;
+  const auto [first, last] = std::minmax_element(params.begin(), params.end());
+  const int64_t count = *last - *first + 1;
+  grad_ptrs_.narrow(0, *first, count).copy_(host_ptrs.narrow(0, *first, count), true);
+}
+
+void Reduction::send(int64_t number, GradStore& store) {
+  const Bucket& bucket = buckets_->at(number);
+  at::Tensor sent = room_for(*buckets_, bucket, bucket.wire);
+  pack_grads(buckets_->rows, bucket.full_chunks, grad_ptrs_, bucket.dtype, sent, std::nullopt,
+             tables_.nonfinite);
+  // Free now; on a big model these are most of the gradients.
+  for (const int64_t param : bucket.params) store.drop(param);
+  at::Tensor received = room_for(*buckets_, bucket, bucket.wire);
+  auto transfer = transport_->all_to_all(received, std::move(sent));
+  parcels_.push_back({bucket, std::move(received), std::move(transfer)});
+}
+
+void Reduction::receive() {
+  const Parcel parcel = std::move(parcels_.front());
+  parcels_.pop_front();
+  parcel.transfer->wait();
+  const Bucket& bucket = parcel.bucket;
+  reduce_shard(buckets_->rows, bucket.own_chunks, parcel.received, tables_.present, shard_ptrs_,
+               accumulate_, tables_.partials.narrow(0, bucket.first_own, bucket.own_chunks.numel()),
+               tables_.nonfinite);
+}
+
+void Reduction::run(GradStore& store, int64_t most_in_flight) {
+  for (auto number = static_cast<int64_t>(buckets_->list.size()) - 1; number >= 0; --number) {
+    if (in_flight() == most_in_flight) receive();
+    send(number, store);
+  }
+  while (in_flight() > 0) receive();
+}
+
+Gathering::Gathering(std::shared_ptr<const Buckets> buckets, std::shared_ptr<Transport> transport,
+                     int64_t rank, at::Tensor param_ptrs, at::Tensor status)
+    : buckets_(std::move(buckets)),
+      transport_(std::move(transport)),
+      rank_(rank),
+      param_ptrs_(std::move(param_ptrs)),
+      status_(std::move(status)) {}
+
+at::Tensor Gathering::room(int64_t number) {
+  const Bucket& bucket = buckets_->at(number);
+  at::Tensor everybody = room_for(*buckets_, bucket, bucket.dtype);
+  at::Tensor mine = everybody.select(0, rank_);
+  parcels_.push_back({bucket, std::move(everybody), nullptr});
+  return mine;
+}
+
+void Gathering::send() {
+  Parcel& parcel = parcels_.back();
+  parcel.transfer = transport_->all_gather(parcel.everybody, parcel.everybody.select(0, rank_));
+}
+
+void Gathering::receive() {
+  const Parcel parcel = std::move(parcels_.front());
+  parcels_.pop_front();
+  parcel.transfer->wait();
+  unpack_params(buckets_->rows, parcel.bucket.full_chunks, parcel.everybody, param_ptrs_, status_);
+}
+
+void update_and_gather(const Buckets& buckets, Gathering& gathering, const Update& update,
+                       int64_t most_in_flight) {
+  for (int64_t number = 0; number < static_cast<int64_t>(buckets.list.size()); ++number) {
+    const Bucket& bucket = buckets.at(number);
+    const at::Tensor mine = gathering.room(number);
+    update_shard(update.kind, buckets.rows, bucket.own_chunks, update.grad_ptrs,
+                 shard_dtype(bucket.dtype), update.state_ptrs, bucket.dtype, mine, update.hyper,
+                 update.steps, update.status);
+    gathering.send();
+    if (gathering.in_flight() == most_in_flight) gathering.receive();
+  }
+  while (gathering.in_flight() > 0) gathering.receive();
+}
+
+}  // namespace dynzero

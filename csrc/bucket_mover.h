@@ -1,0 +1,136 @@
+// The loops over the buckets of a plan: what is launched and what is sent for each. In C++, since
+// every microsecond between two launches is paid once a bucket, in each backward pass and step.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "transport.h"
+
+namespace dynzero {
+
+// Gradients taken out of their parameters, kept until they have been packed.
+class GradStore {
+ public:
+  void keep(int64_t param, at::Tensor grad) { grads_[param] = std::move(grad); }
+  at::Tensor get(int64_t param) const { return grads_.at(param); }
+  void drop(int64_t param) { grads_.erase(param); }
+  void clear() { grads_.clear(); }
+
+ private:
+  std::unordered_map<int64_t, at::Tensor> grads_;
+};
+
+// A bucket of a plan, see dynzero/plan.py.
+struct Bucket {
+  at::Tensor full_chunks;
+  at::Tensor own_chunks;
+  at::ScalarType wire;
+  at::ScalarType dtype;  // of the parameters and their gradients
+  int64_t stride;        // elements of one rank's share
+  int64_t first_own;     // of own_chunks among the plan's
+  std::vector<int64_t> params;
+};
+
+struct Buckets {
+  at::Tensor rows;
+  int64_t world;
+  std::vector<Bucket> list;
+
+  const Bucket& at(int64_t number) const { return list.at(static_cast<size_t>(number)); }
+};
+
+// Where gradients are and go, by parameter: int64 [3, params] (addresses of the gradients and of
+// the shard's pieces; 1 where a piece already holds a sum), flags and presence as in ops.h.
+struct ReductionTables {
+  at::Tensor addresses;
+  at::Tensor present;
+  at::Tensor partials;  // float64, one for each own chunk of the plan
+  at::Tensor nonfinite;
+};
+
+// Sums everybody's gradients onto their owners.
+class Reduction {
+ public:
+  Reduction(std::shared_ptr<const Buckets> buckets, std::shared_ptr<Transport> transport,
+            ReductionTables tables);
+
+  // host_ptrs (int64 [params], pinned for CUDA) now knows where the bucket's gradients are.
+  void locate(int64_t number, const at::Tensor& host_ptrs);
+  // Packs a bucket and starts it on its way. What has been packed is dropped from the store.
+  void send(int64_t number, GradStore& store);
+  int64_t in_flight() const { return static_cast<int64_t>(parcels_.size()); }
+  // Whether receive() returns without the host waiting for other ranks.
+  bool ready() const { return parcels_.empty() || parcels_.front().transfer->ready(); }
+  // Waits for the bucket that was sent first, and sums it into the shard.
+  void receive();
+  // All buckets, the last ones first, which is the order in which backward completes them.
+  void run(GradStore& store, int64_t most_in_flight);
+
+ private:
+  struct Parcel {
+    const Bucket& bucket;
+    at::Tensor received;
+    std::shared_ptr<Transfer> transfer;
+  };
+
+  std::shared_ptr<const Buckets> buckets_;
+  std::shared_ptr<Transport> transport_;
+  ReductionTables tables_;
+  at::Tensor grad_ptrs_;
+  at::Tensor shard_ptrs_;
+  at::Tensor accumulate_;
+  std::deque<Parcel> parcels_;
+};
+
+// Brings the new values of a step from their owners into everybody's parameters.
+class Gathering {
+ public:
+  // param_ptrs: int64 [params]. status: as begin_step leaves it.
+  Gathering(std::shared_ptr<const Buckets> buckets, std::shared_ptr<Transport> transport,
+            int64_t rank, at::Tensor param_ptrs, at::Tensor status);
+
+  // Room [stride] for this rank's new values of a bucket, in the dtype of the parameters.
+  at::Tensor room(int64_t number);
+  // Starts the bucket whose room was asked for last.
+  void send();
+  int64_t in_flight() const { return static_cast<int64_t>(parcels_.size()); }
+  // Waits for the bucket that was sent first, and writes it into the parameters.
+  void receive();
+
+ private:
+  struct Parcel {
+    const Bucket& bucket;
+    at::Tensor everybody;
+    std::shared_ptr<Transfer> transfer;
+  };
+
+  std::shared_ptr<const Buckets> buckets_;
+  std::shared_ptr<Transport> transport_;
+  int64_t rank_;
+  at::Tensor param_ptrs_;
+  at::Tensor status_;
+  std::deque<Parcel> parcels_;
+};
+
+// Arguments of update_shard (ops.h) that are the same for all buckets.
+struct Update {
+  int64_t kind;
+  at::Tensor grad_ptrs;
+  at::Tensor state_ptrs;
+  at::Tensor hyper;
+  at::Tensor steps;
+  at::Tensor status;
+};
+
+// Updates the own pieces of reduced gradients, bucket by bucket, and gathers them.
+void update_and_gather(const Buckets& buckets, Gathering& gathering, const Update& update,
+                       int64_t most_in_flight);
+
+}  // namespace dynzero

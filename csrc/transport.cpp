@@ -1,0 +1,83 @@
+// See transport.h.
+#include "transport.h"
+
+#include <c10/util/Exception.h>
+#include <torch/version.h>
+
+#include <exception>
+#include <utility>
+#include <vector>
+
+namespace dynzero {
+namespace {
+
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+template <typename Call>
+auto reaching_ranks(Call call) {
+  try {
+    return call();
+  } catch (const c10::Error& error) {
+    throw TransportError(error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    throw TransportError(error.what());
+  }
+}
+
+class Collective final : public Transfer {
+ public:
+  Collective(WorkPtr work, bool on_cuda, at::Tensor to, at::Tensor from)
+      : work_(std::move(work)), on_cuda_(on_cuda), to_(std::move(to)), from_(std::move(from)) {}
+
+  bool ready() override { return on_cuda_ || !work_ || work_->isCompleted(); }
+
+  void wait() override {
+    const WorkPtr work = std::exchange(work_, nullptr);
+    if (work) reaching_ranks([&] { return work->wait(); });
+    to_ = from_ = at::Tensor();
+  }
+
+ private:
+  WorkPtr work_;
+  bool on_cuda_;
+  at::Tensor to_, from_;
+};
+
+// NCCL knows the dtypes of buckets; CPU backends differ in theirs, but all move bytes.
+at::Tensor on_wire(const at::Tensor& tensor) {
+  return tensor.is_cuda() ? tensor : tensor.view({-1}).view(at::ScalarType::Byte);
+}
+
+}  // namespace
+
+CollectiveTransport::CollectiveTransport(c10::intrusive_ptr<c10d::ProcessGroup> group)
+    : group_(std::move(group)) {}
+
+// torch 2.13 gave both collectives new names, and warns of the old ones.
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+#define DYNZERO_ALL_TO_ALL all_to_all_single
+#define DYNZERO_ALL_GATHER all_gather_single
+#else
+#define DYNZERO_ALL_TO_ALL alltoall_base
+#define DYNZERO_ALL_GATHER _allgather_base
+#endif
+
+std::shared_ptr<Transfer> CollectiveTransport::all_to_all(at::Tensor received, at::Tensor sent) {
+  const bool on_cuda = sent.is_cuda();
+  at::Tensor to = on_wire(received);
+  at::Tensor from = on_wire(sent);
+  std::vector<int64_t> equal_parts;
+  auto work = reaching_ranks(
+      [&] { return group_->DYNZERO_ALL_TO_ALL(to, from, equal_parts, equal_parts); });
+  return std::make_shared<Collective>(std::move(work), on_cuda, std::move(to), std::move(from));
+}
+
+std::shared_ptr<Transfer> CollectiveTransport::all_gather(at::Tensor everybody, at::Tensor mine) {
+  const bool on_cuda = mine.is_cuda();
+  at::Tensor to = on_wire(everybody);
+  at::Tensor from = on_wire(mine);
+  auto work = reaching_ranks([&] { return group_->DYNZERO_ALL_GATHER(to, from); });
+  return std::make_shared<Collective>(std::move(work), on_cuda, std::move(to), std::move(from));
+}
+
+}  // namespace dynzero

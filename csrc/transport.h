@@ -1,0 +1,55 @@
+// Transport: moves buckets between the ranks of a process group. Buffers live on one device; a call
+// returns at once, and the Transfer that it returns keeps them alive until it is waited for.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <stdexcept>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+namespace dynzero {
+
+// The other ranks cannot be reached, or did not arrive in time.
+class TransportError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// A collective under way; this one is over already.
+class Transfer {
+ public:
+  virtual ~Transfer() = default;
+
+  // Whether wait() returns without the host waiting for other ranks.
+  virtual bool ready() { return true; }
+
+  // CPU: waits for the data. CUDA: makes the current stream wait for it. Lets go of the buffers.
+  // Throws TransportError.
+  virtual void wait() {}
+};
+
+// May be written in Python as well (bindings.cpp). Calls throw TransportError.
+class Transport {
+ public:
+  virtual ~Transport() = default;
+
+  // Both [world, stride]: row r of `sent` goes to rank r, row r of `received` is from it.
+  virtual std::shared_ptr<Transfer> all_to_all(at::Tensor received, at::Tensor sent) = 0;
+
+  // everybody [world, ...] receives `mine` of each rank, which may be its own row of it.
+  virtual std::shared_ptr<Transfer> all_gather(at::Tensor everybody, at::Tensor mine) = 0;
+};
+
+// Any backend of torch.distributed.
+class CollectiveTransport final : public Transport {
+ public:
+  explicit CollectiveTransport(c10::intrusive_ptr<c10d::ProcessGroup> group);
+  std::shared_ptr<Transfer> all_to_all(at::Tensor received, at::Tensor sent) override;
+  std::shared_ptr<Transfer> all_gather(at::Tensor everybody, at::Tensor mine) override;
+
+ private:
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+};
+
+}  // namespace dynzero
