@@ -18,6 +18,7 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension
 ROOT = Path(__file__).parent.resolve()
 MODULE_SOURCES = [
     "bindings.cpp",
+    "bucket_feed.cpp",
     "bucket_mover.cpp",
     "grad_watch.cpp",
     "ops.cpp",

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "bucket_feed.h"
 #include "bucket_mover.h"
 #include "grad_watch.h"
 #include "kernel_config.h"
@@ -131,7 +132,8 @@ void add_movers(py::module_& m) {
       m, "CollectiveTransport", "Over a torch.distributed process group.")
       .def(py::init<c10::intrusive_ptr<c10d::ProcessGroup>>(), py::arg("group"));
 
-  py::class_<GradStore>(m, "GradStore", "Gradients taken out of their parameters.")
+  py::class_<GradStore, std::shared_ptr<GradStore>>(m, "GradStore",
+                                                    "Gradients taken out of their parameters.")
       .def(py::init<>())
       .def("keep", &GradStore::keep, py::arg("param"), py::arg("grad"))
       .def("get", &GradStore::get, py::arg("param"))
@@ -150,22 +152,18 @@ void add_movers(py::module_& m) {
           },
           py::arg("full_chunks"), py::arg("own_chunks"), py::arg("wire"), py::arg("dtype"),
           py::arg("stride"), py::arg("first_own"), py::arg("params"));
-  py::class_<Reduction>(m, "Reduction", "Sums gradients onto their owners.")
+  py::class_<Reduction, std::shared_ptr<Reduction>>(m, "Reduction",
+                                                    "Sums gradients onto their owners.")
       .def(py::init([](std::shared_ptr<Buckets> buckets, std::shared_ptr<Transport> transport,
                        at::Tensor addresses, at::Tensor present, at::Tensor partials,
                        at::Tensor nonfinite) {
              ReductionTables tables{std::move(addresses), std::move(present), std::move(partials),
                                     std::move(nonfinite)};
-             return std::make_unique<Reduction>(std::move(buckets), std::move(transport),
+             return std::make_shared<Reduction>(std::move(buckets), std::move(transport),
                                                 std::move(tables));
            }),
            py::arg("buckets"), py::arg("transport"), py::arg("addresses"), py::arg("present"),
            py::arg("partials"), py::arg("nonfinite"))
-      .def("locate", &Reduction::locate, no_gil, py::arg("number"), py::arg("host_ptrs"))
-      .def("send", &Reduction::send, no_gil, py::arg("number"), py::arg("store"))
-      .def_property_readonly("in_flight", &Reduction::in_flight)
-      .def("ready", &Reduction::ready, no_gil)
-      .def("receive", &Reduction::receive, no_gil)
       .def("run", &Reduction::run, no_gil, py::arg("store"), py::arg("most_in_flight"));
   py::class_<Gathering>(m, "Gathering", "Brings new values into everybody's parameters.")
       .def(py::init<std::shared_ptr<Buckets>, std::shared_ptr<Transport>, int64_t, at::Tensor,
@@ -212,7 +210,8 @@ PYBIND11_MODULE(_C, m) {
 
   add_movers(m);
 
-  py::class_<ParamScan>(m, "ParamScan", "Reads where parameters and gradients are.")
+  py::class_<ParamScan, std::shared_ptr<ParamScan>>(m, "ParamScan",
+                                                    "Reads where parameters and gradients are.")
       .def(py::init<py::list>(), py::arg("params"))
       .def("read", &ParamScan::read, py::arg("grad_ptrs"), py::arg("param_ptrs"),
            py::arg("present"), "Fills the tables, returns (odd, changed) indices.")
@@ -224,12 +223,28 @@ PYBIND11_MODULE(_C, m) {
            py::arg("present"), py::arg("store"),
            "Moves gradients out of parameters into a GradStore, returns those that are odd.");
 
+  py::class_<BucketFeed, std::shared_ptr<BucketFeed>>(m, "BucketFeed",
+                                                      "Sends buckets as backward fills them.")
+      .def(py::init([](std::shared_ptr<Reduction> reduction, std::shared_ptr<ParamScan> scan,
+                       std::shared_ptr<GradStore> store, at::Tensor host_ptrs, at::Tensor bits,
+                       at::Tensor open, const at::Tensor& places) {
+             PassTables tables{std::move(host_ptrs), std::move(bits), std::move(open)};
+             return std::make_shared<BucketFeed>(std::move(reduction), std::move(scan),
+                                                 std::move(store), std::move(tables), places);
+           }),
+           py::arg("reduction"), py::arg("scan"), py::arg("store"), py::arg("host_ptrs"),
+           py::arg("bits"), py::arg("open"), py::arg("places"))
+      .def("close", &BucketFeed::close)
+      .def("ready", &BucketFeed::ready)
+      .def("push", &BucketFeed::push)
+      .def_property_readonly("done", &BucketFeed::done);
+
   py::class_<GradWatch>(m, "GradWatch", "Follows a backward pass, parameter by parameter.")
-      .def(py::init<py::function, py::function>(), py::arg("meet"), py::arg("progress"))
+      .def(py::init<py::function, py::function, int64_t>(), py::arg("meet"), py::arg("progress"),
+           py::arg("stream_id"))
       .def("add", &GradWatch::add, py::arg("params"))
       .def("begin", &GradWatch::begin, py::arg("bits"))
-      .def("plan", &GradWatch::plan, py::arg("bucket_of"), py::arg("num_buckets"))
-      .def("filled", &GradWatch::filled, py::arg("place"))
+      .def("follow", &GradWatch::follow, py::arg("feed"))
       .def("end", &GradWatch::end)
       .def("streams", &GradWatch::streams)
       .def("all_on", &GradWatch::all_on, py::arg("stream_id"))

@@ -65,6 +65,8 @@ class Reduction {
   void locate(int64_t number, const at::Tensor& host_ptrs);
   // Packs a bucket and starts it on its way. What has been packed is dropped from the store.
   void send(int64_t number, GradStore& store);
+  int64_t num_buckets() const { return static_cast<int64_t>(buckets_->list.size()); }
+  const std::vector<int64_t>& params(int64_t number) const { return buckets_->at(number).params; }
   int64_t in_flight() const { return static_cast<int64_t>(parcels_.size()); }
   // Whether receive() returns without the host waiting for other ranks.
   bool ready() const { return parcels_.empty() || parcels_.front().transfer->ready(); }

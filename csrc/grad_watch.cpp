@@ -47,8 +47,8 @@ struct GradWatch::State {
   // user that come after ours may still change or replace its gradient.
   int64_t latest = kNone;
 
-  std::vector<int32_t> bucket_of;  // [P], empty before there is a plan
-  std::vector<int64_t> missing;    // [buckets] gradients still to come
+  std::shared_ptr<BucketFeed> feed;  // null before there is a plan
+  int64_t stream_id = 0;
   std::vector<c10::Stream> streams;
 
   const at::Tensor& param(size_t i) const { return THPVariable_Unpack(params[i].ptr()); }
@@ -56,8 +56,7 @@ struct GradWatch::State {
   void forget() {
     task = kNoTask;
     std::fill(coming.begin(), coming.end(), uint8_t{0});
-    bucket_of.clear();
-    missing.clear();
+    feed.reset();
     hooks_run = 0;
     latest = kNone;
     streams.clear();
@@ -89,13 +88,22 @@ struct GradWatch::State {
   void arrived(size_t i) {
     if (!coming[i]) return;
     coming[i] = 0;
-    if (bucket_of.empty()) {
+    if (!feed) {
       ++hooks_run;
       if (hooks_run < kLookEvery || hooks_run % kLookEvery == 0) progress();
       return;
     }
-    const int32_t place = bucket_of[i];
-    if (place >= 0 && --missing[static_cast<size_t>(place)] == 0) progress();
+    if (feed->arrived(static_cast<int64_t>(i)) && !(all_on(stream_id) && feed->push_on())) {
+      progress();
+    }
+  }
+
+  // Whether all gradients came on this stream, and the hook is on it.
+  bool all_on(int64_t id) const {
+    return std::all_of(streams.begin(), streams.end(), [id](const c10::Stream& stream) {
+      const c10::impl::VirtualGuardImpl guard(stream.device_type());
+      return stream.id() == id && guard.getStream(stream.device()).id() == id;
+    });
   }
 };
 
@@ -136,8 +144,9 @@ pybind11::object make_hook(const std::shared_ptr<GradWatch::State>& state, size_
 
 }  // namespace
 
-GradWatch::GradWatch(pybind11::function meet, pybind11::function progress)
+GradWatch::GradWatch(pybind11::function meet, pybind11::function progress, int64_t stream_id)
     : state_(std::make_shared<State>()) {
+  state_->stream_id = stream_id;
   state_->meet = std::move(meet);
   state_->progress = std::move(progress);
 }
@@ -175,25 +184,9 @@ void GradWatch::begin(const at::Tensor& bits) {
   }
 }
 
-void GradWatch::plan(const at::Tensor& bucket_of, int64_t num_buckets) {
-  const size_t num_params = state_->params.size();
-  TORCH_CHECK(bucket_of.device().is_cpu() && bucket_of.scalar_type() == at::ScalarType::Int &&
-                  bucket_of.is_contiguous() &&
-                  bucket_of.numel() == static_cast<int64_t>(num_params),
-              "GradWatch.plan: expected bucket_of contiguous int32 [", num_params, "] on cpu, got ",
-              bucket_of.scalar_type(), " ", bucket_of.sizes(), " on ", bucket_of.device());
-  const auto* places = bucket_of.const_data_ptr<int32_t>();
-  state_->bucket_of.assign(places, places + num_params);
-  state_->missing.assign(static_cast<size_t>(num_buckets), 0);
-  for (size_t i = 0; i < num_params; ++i) {
-    TORCH_CHECK(places[i] < num_buckets, "GradWatch.plan: expected places below ", num_buckets,
-                ", got ", places[i]);
-    if (state_->coming[i] && places[i] >= 0) ++state_->missing[static_cast<size_t>(places[i])];
-  }
-}
-
-bool GradWatch::filled(int64_t place) const {
-  return state_->missing.at(static_cast<size_t>(place)) == 0;
+void GradWatch::follow(std::shared_ptr<BucketFeed> feed) {
+  feed->expect(state_->coming);
+  state_->feed = std::move(feed);
 }
 
 void GradWatch::end() { state_->forget(); }
@@ -212,13 +205,7 @@ std::vector<std::tuple<int64_t, int64_t, int64_t>> GradWatch::streams() const {
 }
 
 bool GradWatch::all_on(int64_t stream_id) const {
-  for (const c10::Stream& stream : state_->streams) {
-    const c10::impl::VirtualGuardImpl guard(stream.device_type());
-    if (stream.id() != stream_id || guard.getStream(stream.device()).id() != stream_id) {
-      return false;
-    }
-  }
-  return !state_->streams.empty();
+  return !state_->streams.empty() && state_->all_on(stream_id);
 }
 
 }  // namespace dynzero

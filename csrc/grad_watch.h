@@ -11,14 +11,17 @@
 #include <tuple>
 #include <vector>
 
+#include "bucket_feed.h"
+
 namespace dynzero {
 
 class GradWatch {
  public:
   // Both are called inside hooks. meet(task) -> bool, at the first gradient of a pass: is the pass
   // to be followed? It calls begin() if so. progress(), while one is followed: now and then as long
-  // as there is no plan, and whenever a bucket is complete.
-  GradWatch(pybind11::function meet, pybind11::function progress);
+  // as there is no feed, and whenever the feed needs its owner. Work is queued on the CUDA stream
+  // `stream_id` only; a hook that finds itself elsewhere calls progress().
+  GradWatch(pybind11::function meet, pybind11::function progress, int64_t stream_id);
 
   // Watches these parameters as well. Returns, for each, what
   // torch.Tensor.register_post_accumulate_grad_hook takes; it does nothing once this object is
@@ -29,12 +32,8 @@ class GradWatch {
   // with the parameters that have a gradient or will get one from this pass.
   void begin(const at::Tensor& bits);
 
-  // bucket_of: int32 [P] on the CPU, the place of each parameter's bucket in the order of sending;
-  // -1 for none.
-  void plan(const at::Tensor& bucket_of, int64_t num_buckets);
-
-  // True once no gradient for the bucket at this place is to come.
-  bool filled(int64_t place) const;
+  // From now on buckets leave by this feed as soon as the last of their gradients is there.
+  void follow(std::shared_ptr<BucketFeed> feed);
 
   // The pass has ended, or is given up.
   void end();

@@ -15,6 +15,7 @@ from torch import Tensor
 from ._build import load_extension
 from .layout import Layout, dense_strides, flat_copy, flat_view, is_dense, shard_dtype
 from .plan import Bucket, Plan
+from .transports.collective import Collective
 
 
 @dataclass
@@ -32,9 +33,9 @@ class Local:
     table: Tensor | None = None
     taken: Any = field(default_factory=load_extension().GradStore)
 
-    def arrive(self, plan: Plan, number: int, place: int) -> Iterator[Any]:
-        """Yields what to wait for until the bucket's gradients are here. These are all here."""
-        return iter(())
+    def feed(self, reduction: Any, plan: Plan, collective: Collective) -> Iterator[Any]:
+        """If not complete: reduce what there is as it comes; yields what to wait for."""
+        raise NotImplementedError
 
     @property
     def complete(self) -> bool:
@@ -68,7 +69,7 @@ class Reader:
         if changed:
             return local, self.complaint(changed[0])
         for i in odd:
-            self._make_regular(local, i, self.params[i].grad)
+            self.make_regular(local, i, self.params[i].grad)
         for i, stand_in in self.staged.items():
             ptrs[1, i] = stand_in.data_ptr()
         return local, None
@@ -113,7 +114,8 @@ class Reader:
             return self.zeros(int(self.layout.numel[i]), self.layout.dtypes[i])
         return grad if i in local.own else flat_view(grad)
 
-    def _make_regular(self, local: Local, i: int, grad: Tensor | None) -> None:
+    def make_regular(self, local: Local, i: int, grad: Tensor | None) -> None:
+        """Keep a copy that the kernels can read."""
         assert grad is not None
         local.own[i] = regular_grad(self.params[i], grad)
         local.ptrs[0, i] = local.own[i].data_ptr()
@@ -124,7 +126,7 @@ class Reader:
         Of these parameters only those that are open (bool [>= params]), which they then are not.
         """
         for i in self.scan.take(indices, still_open, local.ptrs[0], local.bits, local.taken):
-            self._make_regular(local, i, local.taken.get(i))
+            self.make_regular(local, i, local.taken.get(i))
 
     def fill_zeros(self, local: Local, indices: Tensor) -> None:
         """Give zero gradients to parameters that have none; one stretch of zeros serves all."""

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ._build import load_extension
 from .plan import Plan, flags_of
 from .reduced import Local, Reader
+from .transports.collective import Collective
 
 # Note [Backward never blocks for good]
 # Inside backward this rank must not insist on an answer: another rank may have no backward here
@@ -58,6 +59,7 @@ class Pass(Local):
         self.announced = torch.empty_like(self.bits)
         self.window: object = None  # the one in which its round is, once the ranks have agreed
         self._running = True
+        self._feed: Any = None
         watch.begin(self.announced)
         self._open = flags_of(self.announced)  # announced, and its bucket has not left
 
@@ -65,18 +67,19 @@ class Pass(Local):
     def complete(self) -> bool:
         return not self._running
 
-    def arrive(self, plan: Plan, number: int, place: int) -> Iterator[Any]:
-        if self._running:
-            if place == 0:
-                self._watch.plan(plan.places, len(plan.buckets))
-            filled = Filled(self, place)
-            while not filled.ready():
-                yield filled
-            if self._running:
-                self._reader.take(self, plan.indices[plan.buckets[number].rows], self._open)
-
-    def filled(self, place: int) -> bool:
-        return not self._running or self._watch.filled(place)
+    def feed(self, reduction: Any, plan: Plan, collective: Collective) -> Iterator[Any]:
+        feed = load_extension().BucketFeed(
+            reduction, self._reader.scan, self.taken, self.ptrs[0], self.bits, self._open,
+            plan.places,
+        )  # fmt: skip
+        self._feed = feed
+        self._watch.follow(feed)
+        while not feed.done:
+            yield feed
+            with collective.naming_ranks():
+                odd = feed.push()
+            for i in odd:
+                self._reader.make_regular(self, i, self.taken.get(i))
 
     def close(self) -> None:
         """The pass has ended: take the rest of what was announced, and only that.
@@ -86,16 +89,8 @@ class Pass(Local):
         self._running = False
         self._watch.end()
         self._reader.take(self, self._open.nonzero().flatten().tolist(), self._open)
-
-
-class Filled:
-    """To wait for: all gradients of one bucket have arrived."""
-
-    def __init__(self, current: Pass, place: int) -> None:
-        self._pass, self._place = current, place
-
-    def ready(self) -> bool:
-        return self._pass.filled(self._place)
+        if self._feed is not None:
+            self._feed.close()
 
 
 class Rounds:
@@ -134,7 +129,8 @@ class Rounds:
             if rounds is not None:
                 rounds._advance(0.0)
 
-        self._watch = load_extension().GradWatch(meet, progress)
+        stream_id = 0 if self._stream is None else self._stream.stream_id
+        self._watch = load_extension().GradWatch(meet, progress, stream_id)
         self.watch(params)
 
     @property

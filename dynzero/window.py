@@ -96,25 +96,10 @@ class Mover:
             with self.collective.naming_ranks():
                 reduction.run(local.taken, IN_FLIGHT)
         else:
-            yield from self._as_they_fill(reduction, plan, local)
+            yield from local.feed(reduction, plan, self.collective)
         local.own.clear()
         ops.fold_sums(plan.table.rows, partials, False, self.layout.world, window.sumsq)
         window.present |= present
-
-    def _as_they_fill(self, reduction: Any, plan: Plan, local: Local) -> Iterator[Any]:
-        for place, number in enumerate(reversed(range(len(plan.buckets)))):
-            yield from local.arrive(plan, number, place)
-            reduction.locate(number, local.ptrs[0])
-            if reduction.in_flight == IN_FLIGHT:
-                yield reduction
-            with self.collective.naming_ranks():
-                if reduction.in_flight == IN_FLIGHT:
-                    reduction.receive()
-                reduction.send(number, local.taken)
-        while reduction.in_flight:
-            yield reduction
-            with self.collective.naming_ranks():
-                reduction.receive()
 
     def gather_grads(self, plan: Plan, window: Window) -> tuple[Tensor, list[Tensor]]:
         """Stage 0: every rank gets the whole reduced gradients. Returns addresses and buffers.

@@ -17,7 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from world import rank_device, run_world
 
 import dynzero
-from dynzero._C import GradWatch, Transfer, Transport
+from dynzero._C import BucketFeed, GradStore, GradWatch, ParamScan, Reduction, Transfer, Transport
+from dynzero.layout import build_layout
+from dynzero.plan import make_plan
 
 SIZES = (5, 33, 7, 64)
 OPTIONS = dict(lr=0.1, weight_decay=0.1)
@@ -323,41 +325,81 @@ def test_only_the_inputs_of_backward_are_announced() -> None:
         assert same(got, params)
 
 
-def test_grad_watch_counts_buckets_down() -> None:
+class Mirror(Transport):
+    """One rank that sends to itself; notes which parameters still had gradients."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        super().__init__()
+        self.params, self.left = params, []
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Transfer:
+        received.copy_(sent)
+        self.left.append([p.grad is not None for p in self.params])
+        return Transfer()
+
+
+def feed_of(
+    params: list[Tensor], active: list[int], mirror: Mirror
+) -> tuple[BucketFeed, list[Tensor]]:
+    """A feed with one bucket for each active parameter, and the pieces that it fills."""
+    size = len(params)
+    layout = build_layout(params, [""] * size, [0] * size, world=1, rank=0, wire_dtype=None)
+    ones = torch.ones(len(active), dtype=torch.int64)
+    plan = make_plan(layout, torch.tensor(active), ones, bucket_bytes=1)
+    shard = [torch.zeros_like(p) for p in params]
+    at = torch.tensor([piece.data_ptr() for piece in shard])
+    addresses = torch.stack([torch.zeros_like(at), at, torch.zeros_like(at)])
+    everybody = torch.full((1, layout.bit_bytes), 255, dtype=torch.uint8)
+    partials = torch.empty(plan.table.own_chunks.numel(), dtype=torch.float64)
+    flags = torch.zeros(size, dtype=torch.int32)
+    reduction = Reduction(plan.compiled, mirror, addresses, everybody, partials, flags)
+    opened = torch.ones(size, dtype=torch.bool)
+    here = torch.zeros(size, dtype=torch.int64), torch.zeros(layout.bit_bytes, dtype=torch.uint8)
+    return BucketFeed(reduction, ParamScan(params), GradStore(), *here, opened, plan.places), shard
+
+
+def test_a_bucket_leaves_in_the_hook_after_its_last_gradient() -> None:
     params = parameters()
-    events: list[Any] = []
-    announced = torch.empty(1, dtype=torch.uint8)
+    mirror, announced, fed = Mirror(params), torch.empty(1, dtype=torch.uint8), []
 
     def meet(task: int) -> bool:
         watch.begin(announced)
-        watch.plan(torch.tensor([1, 1, -1, 0], dtype=torch.int32), 2)
-        events.append((announced.item(), watch.filled(0), watch.filled(1)))
+        fed.append(feed_of(params, [0, 1, 3], mirror))
+        watch.follow(fed[0][0])
         return True
 
-    watch = GradWatch(meet, lambda: events.append((watch.filled(0), watch.filled(1))))
+    watch = GradWatch(meet, lambda: None, 0)
     for p, hook in zip(params, watch.add(params), strict=True):
         p.register_post_accumulate_grad_hook(hook)
     chain(params[:2] + params[3:], 1.0).backward()
-    # The last parameter's own hooks may still be running when the pass ends.
-    assert events == [(0b1011, False, False), (True, False)]
+    feed, shard = fed[0]
+    assert announced.item() == 0b1011
+    # The user's own hooks on a parameter may still run when ours has.
+    assert mirror.left == [[False, True, False, False], [True, False, False, False]]
     watch.end()
+    feed.close()
+    while not feed.done:
+        assert feed.ready()
+        assert feed.push() == []
+    assert all(p.grad is None for p in params)
+    for i in (0, 1, 3):
+        assert torch.equal(shard[i], params[i].detach().cos())
+
     watch.paused = True
     chain(params, 1.0).backward()
-    assert len(events) == 2
+    watch.paused = False
+    assert len(fed) == 1
     watch = None
     chain(params, 1.0).backward()
-    assert len(events) == 2
+    assert len(fed) == 1
 
 
-def test_grad_watch_refuses_tables_of_another_size() -> None:
-    watch = GradWatch(lambda task: True, lambda: None)
-    watch.add(parameters())
+def test_grad_watch_and_feed_refuse_tables_of_another_size() -> None:
+    params = parameters()
+    watch = GradWatch(lambda task: True, lambda: None, 0)
+    watch.add(params)
     with pytest.raises(RuntimeError, match=r"expected bits contiguous uint8 \[1\] on cpu, got"):
         watch.begin(torch.empty(2, dtype=torch.uint8))
-    with pytest.raises(RuntimeError, match=r"expected bucket_of contiguous int32 \[4\] on cpu"):
-        watch.plan(torch.zeros(3, dtype=torch.int32), 1)
-    with pytest.raises(RuntimeError, match="expected places below 1, got 1"):
-        watch.plan(torch.ones(4, dtype=torch.int32), 1)
     with pytest.raises(RuntimeError, match="expected a list of tensors, got a int"):
         watch.add([1])
 

@@ -1,0 +1,71 @@
+// BucketFeed: sends the buckets of one backward pass as they fill, from inside its hooks.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <vector>
+
+#include "bucket_mover.h"
+#include "param_scan.h"
+
+namespace dynzero {
+
+// Where the gradients of a pass are and go. host_ptrs int64 [params] and bits uint8 as in
+// ParamScan::read; open (bool [>= params]): announced, and not yet taken.
+struct PassTables {
+  at::Tensor host_ptrs;
+  at::Tensor bits;
+  at::Tensor open;
+};
+
+// Buckets go in the order of their places, the last of the plan first. Hooks push on what does not
+// make them wait; the owner of the round, in Python, does the rest, perhaps in another thread.
+// Everything runs under the GIL, which push() gives up while it may wait for other ranks.
+class BucketFeed {
+ public:
+  // places: int32 [params] on the CPU, the place of each parameter's bucket, -1 for none.
+  BucketFeed(std::shared_ptr<Reduction> reduction, std::shared_ptr<const ParamScan> scan,
+             std::shared_ptr<GradStore> store, PassTables tables, const at::Tensor& places);
+
+  // Which gradients are still to come, by parameter; told once, at the start.
+  void expect(const std::vector<uint8_t>& coming);
+  // A gradient is there. True if it was the last one of its bucket.
+  bool arrived(int64_t param);
+  // The pass is over, and what it left behind has been taken.
+  void close() { closed_ = true; }
+
+  // In a hook: does all that can be done without waiting. False if the owner is needed.
+  bool push_on();
+
+  // For the owner. ready(): push() has something to do, and need not wait for other ranks.
+  bool ready() const;
+  // The next piece of work. Returns gradients that have to be made regular before the next call.
+  // Throws what went wrong, here or in a hook.
+  std::vector<int64_t> push();
+  bool done() const;
+
+ private:
+  bool all_sent() const { return next_ == reduction_->num_buckets(); }
+  bool filled() const;
+  bool may_push() const;
+  std::vector<int64_t> take();
+  void move();
+
+  std::shared_ptr<Reduction> reduction_;
+  std::shared_ptr<const ParamScan> scan_;
+  std::shared_ptr<GradStore> store_;
+  PassTables tables_;
+  std::vector<int32_t> place_of_;
+  std::vector<int64_t> missing_;  // gradients still to come, by place
+  bool closed_ = false;
+  bool busy_ = false;           // somebody is pushing
+  int64_t next_ = 0;            // place of the bucket to be sent
+  bool taken_ = false;          // its gradients are in the store
+  std::vector<int64_t> odd_;    // found in a hook
+  std::exception_ptr trouble_;  // likewise
+};
+
+}  // namespace dynzero
