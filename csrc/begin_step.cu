@@ -20,6 +20,8 @@ struct Smaller {
 };
 
 __global__ void __launch_bounds__(kThreads) summarize_shard_kernel(const SummarizeShard args) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
   const double scale = args.scale_state[kScaleValue];
   double sum = 0;
   int64_t first = INT64_MAX;
@@ -42,6 +44,7 @@ __global__ void __launch_bounds__(kThreads) summarize_shard_kernel(const Summari
 }
 
 __global__ void __launch_bounds__(kThreads) begin_step_kernel(const BeginStep args) {
+  wait_for_previous_kernel();
   // Records pass through shared memory: thread 0 then adds them in rank order without waiting for
   // device memory once per rank.
   __shared__ double records[kThreads];
@@ -77,11 +80,11 @@ __global__ void __launch_bounds__(kThreads) begin_step_kernel(const BeginStep ar
 }  // namespace
 
 cudaError_t launch_summarize_shard(const SummarizeShard& args, cudaStream_t stream) {
-  return launch_kernel(summarize_shard_kernel, 1, kThreads, stream, args);
+  return launch_dependent(summarize_shard_kernel, 1, kThreads, stream, args);
 }
 
 cudaError_t launch_begin_step(const BeginStep& args, cudaStream_t stream) {
-  return launch_kernel(begin_step_kernel, 1, kThreads, stream, args);
+  return launch_dependent(begin_step_kernel, 1, kThreads, stream, args);
 }
 
 }  // namespace dynzero

@@ -9,6 +9,7 @@
 #include "finite_sums.cuh"
 #include "launch.h"
 #include "launch_kernel.cuh"
+#include "prefetch_tables.cuh"
 #include "vector_io.cuh"
 
 namespace dynzero {
@@ -23,6 +24,8 @@ template <typename Grad>
 __global__ void __launch_bounds__(kThreads, kMinBlocks) check_shard_kernel(const CheckShard args) {
   constexpr int N = 16 / static_cast<int>(sizeof(Grad));
   const Chunk chunk = args.work.chunks[blockIdx.x];
+  prefetch_tables<kThreads>(args.work, {by_param(args.work, args.grad_ptrs)});
+  let_next_kernel_start();
   const Row row = args.work.rows[chunk.row()];
   const int64_t begin = chunk.start();
   const Grad* grad = reinterpret_cast<const Grad*>(args.grad_ptrs[row.param]);
@@ -56,6 +59,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) check_shard_kernel(const
 
 // One block per row; thread t adds partials t, t + kFoldThreads, ... in that order.
 __global__ void __launch_bounds__(kFoldThreads) fold_sums_kernel(const FoldSums args) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
   const Row& row = args.rows[blockIdx.x];
   const int64_t numel = args.full ? args.world * row.piece : row.own_numel;
   const int64_t num_partials = (numel + kChunk - 1) / kChunk;
@@ -93,7 +98,7 @@ cudaError_t launch_check_shard(const CheckShard& args, ElementType grad, cudaStr
 }
 
 cudaError_t launch_fold_sums(const FoldSums& args, cudaStream_t stream) {
-  return launch_kernel(fold_sums_kernel, args.num_rows, kFoldThreads, stream, args);
+  return launch_dependent(fold_sums_kernel, args.num_rows, kFoldThreads, stream, args);
 }
 
 }  // namespace dynzero

@@ -22,14 +22,14 @@ template <typename Grad, typename Param>
 UpdateChunk<Grad, Param> update_chunk(const UpdateShard& args, const Row& row, int64_t begin) {
   using Acc = Accumulator<Param>;
   const auto state = [&](int pointer) {
-    Acc* first = address<Acc>(args.state_ptrs + pointer * args.num_params, row.param);
+    Acc* first = address<Acc>(args.state_ptrs + pointer * args.work.num_params, row.param);
     return first == nullptr ? nullptr : first + begin;
   };
   UpdateChunk<Grad, Param> chunk;
   const Grad* grad = address<const Grad>(args.grad_ptrs, row.param);
   chunk.grad = grad == nullptr ? nullptr : grad + begin;
   chunk.param =
-      address<Param>(args.state_ptrs + kPointerParam * args.num_params, row.param) + begin;
+      address<Param>(args.state_ptrs + kPointerParam * args.work.num_params, row.param) + begin;
   if constexpr (std::is_same_v<Param, Acc>) {
     chunk.master = chunk.param;
   } else {

@@ -17,6 +17,8 @@ struct Work {
   const Row* rows;
   const Chunk* chunks;
   int64_t num_chunks;
+  int64_t num_rows;    // of the whole plan
+  int64_t num_params;  // entries of every table by parameter
 };
 
 struct PackGrads {
@@ -79,9 +81,8 @@ struct BeginStep {
 struct UpdateShard {
   Work work;
   const int64_t* grad_ptrs;
-  const int64_t* state_ptrs;
-  int64_t num_params;  // columns of state_ptrs
-  void* out;           // may be null
+  const int64_t* state_ptrs;  // kStatePointers rows of work.num_params
+  void* out;                  // may be null
   const double* hyper;
   const float* steps;
   const double* status;

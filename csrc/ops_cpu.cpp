@@ -27,8 +27,9 @@ const Row* rows_of(const at::Tensor& rows) {
   return static_cast<const Row*>(rows.const_data_ptr());
 }
 
-Work work_of(const at::Tensor& rows, const at::Tensor& chunks) {
-  return {rows_of(rows), static_cast<const Chunk*>(chunks.const_data_ptr()), chunks.numel()};
+Work work_of(const at::Tensor& rows, const at::Tensor& chunks, int64_t num_params) {
+  return {rows_of(rows), static_cast<const Chunk*>(chunks.const_data_ptr()), chunks.numel(),
+          rows.size(0), num_params};
 }
 
 template <typename T>
@@ -43,7 +44,7 @@ void pack_grads_cpu(const at::Tensor& rows, const at::Tensor& full_chunks,
                     const at::Tensor& bucket, const OptionalTensor& partials,
                     const at::Tensor& nonfinite) {
   PackGrads args;
-  args.work = work_of(rows, full_chunks);
+  args.work = work_of(rows, full_chunks, grad_ptrs.numel());
   args.grad_ptrs = grad_ptrs.const_data_ptr<int64_t>();
   args.bucket = bucket.mutable_data_ptr();
   args.world = bucket.size(0);
@@ -58,7 +59,7 @@ void reduce_shard_cpu(const at::Tensor& rows, const at::Tensor& own_chunks,
                       const at::Tensor& shard_ptrs, const at::Tensor& accumulate,
                       const at::Tensor& partials, const at::Tensor& nonfinite) {
   ReduceShard args;
-  args.work = work_of(rows, own_chunks);
+  args.work = work_of(rows, own_chunks, shard_ptrs.numel());
   args.received = received.const_data_ptr();
   args.world = received.size(0);
   args.stride = received.size(1);
@@ -75,7 +76,7 @@ void check_shard_cpu(const at::Tensor& rows, const at::Tensor& own_chunks,
                      const at::Tensor& grad_ptrs, at::ScalarType grad_dtype,
                      const at::Tensor& partials, const at::Tensor& nonfinite) {
   CheckShard args;
-  args.work = work_of(rows, own_chunks);
+  args.work = work_of(rows, own_chunks, grad_ptrs.numel());
   args.grad_ptrs = grad_ptrs.const_data_ptr<int64_t>();
   args.partials = partials.mutable_data_ptr<double>();
   args.nonfinite = nonfinite.mutable_data_ptr<int32_t>();
@@ -126,10 +127,9 @@ void update_shard_cpu(int64_t kind, const at::Tensor& rows, const at::Tensor& ow
                       const OptionalTensor& out, const at::Tensor& hyper, const at::Tensor& steps,
                       const at::Tensor& status) {
   UpdateShard args;
-  args.work = work_of(rows, own_chunks);
+  args.work = work_of(rows, own_chunks, grad_ptrs.numel());
   args.grad_ptrs = grad_ptrs.const_data_ptr<int64_t>();
   args.state_ptrs = state_ptrs.const_data_ptr<int64_t>();
-  args.num_params = state_ptrs.size(1);
   args.out = data_or_null<void>(out);
   args.hyper = hyper.const_data_ptr<double>();
   args.steps = steps.const_data_ptr<float>();
@@ -142,7 +142,7 @@ void unpack_params_cpu(const at::Tensor& rows, const at::Tensor& full_chunks,
                        const at::Tensor& bucket, const at::Tensor& param_ptrs,
                        const OptionalTensor& status) {
   UnpackParams args;
-  args.work = work_of(rows, full_chunks);
+  args.work = work_of(rows, full_chunks, param_ptrs.numel());
   args.bucket = bucket.const_data_ptr();
   args.world = bucket.size(0);
   args.stride = bucket.size(1);

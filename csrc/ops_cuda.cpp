@@ -40,8 +40,8 @@ T* address(const OptionalTensor& tensor) {
 
 const Row* row_table(const at::Tensor& rows) { return address<const Row>(rows); }
 
-Work work_of(const at::Tensor& rows, const at::Tensor& chunks) {
-  return {row_table(rows), address<const Chunk>(chunks), chunks.numel()};
+Work work_of(const at::Tensor& rows, const at::Tensor& chunks, int64_t num_params) {
+  return {row_table(rows), address<const Chunk>(chunks), chunks.numel(), rows.size(0), num_params};
 }
 
 // Makes the tensor's device current and runs `launch(stream)` on its current stream.
@@ -62,7 +62,7 @@ void pack_grads_cuda(const at::Tensor& rows, const at::Tensor& full_chunks,
                      const at::Tensor& grad_ptrs, at::ScalarType grad_dtype,
                      const at::Tensor& bucket, const OptionalTensor& partials,
                      const at::Tensor& nonfinite) {
-  const PackGrads args{work_of(rows, full_chunks),
+  const PackGrads args{work_of(rows, full_chunks, grad_ptrs.numel()),
                        address<const int64_t>(grad_ptrs),
                        bucket.data_ptr(),
                        bucket.size(0),
@@ -79,7 +79,7 @@ void reduce_shard_cuda(const at::Tensor& rows, const at::Tensor& own_chunks,
                        const at::Tensor& received, const at::Tensor& present,
                        const at::Tensor& shard_ptrs, const at::Tensor& accumulate,
                        const at::Tensor& partials, const at::Tensor& nonfinite) {
-  const ReduceShard args{work_of(rows, own_chunks),
+  const ReduceShard args{work_of(rows, own_chunks, shard_ptrs.numel()),
                          received.data_ptr(),
                          received.size(0),
                          received.size(1),
@@ -97,8 +97,9 @@ void reduce_shard_cuda(const at::Tensor& rows, const at::Tensor& own_chunks,
 void check_shard_cuda(const at::Tensor& rows, const at::Tensor& own_chunks,
                       const at::Tensor& grad_ptrs, at::ScalarType grad_dtype,
                       const at::Tensor& partials, const at::Tensor& nonfinite) {
-  const CheckShard args{work_of(rows, own_chunks), address<const int64_t>(grad_ptrs),
-                        address<double>(partials), address<int32_t>(nonfinite)};
+  const CheckShard args{work_of(rows, own_chunks, grad_ptrs.numel()),
+                        address<const int64_t>(grad_ptrs), address<double>(partials),
+                        address<int32_t>(nonfinite)};
   on_device_of(rows, [&](cudaStream_t stream) {
     return launch_check_shard(args, element_type(grad_dtype), stream);
   });
@@ -144,10 +145,9 @@ void update_shard_cuda(int64_t kind, const at::Tensor& rows, const at::Tensor& o
                        const at::Tensor& state_ptrs, at::ScalarType param_dtype,
                        const OptionalTensor& out, const at::Tensor& hyper, const at::Tensor& steps,
                        const at::Tensor& status) {
-  const UpdateShard args{work_of(rows, own_chunks),
+  const UpdateShard args{work_of(rows, own_chunks, grad_ptrs.numel()),
                          address<const int64_t>(grad_ptrs),
                          address<const int64_t>(state_ptrs),
-                         state_ptrs.size(1),
                          address<void>(out),
                          address<const double>(hyper),
                          address<const float>(steps),
@@ -161,7 +161,7 @@ void update_shard_cuda(int64_t kind, const at::Tensor& rows, const at::Tensor& o
 void unpack_params_cuda(const at::Tensor& rows, const at::Tensor& full_chunks,
                         const at::Tensor& bucket, const at::Tensor& param_ptrs,
                         const OptionalTensor& status) {
-  const UnpackParams args{work_of(rows, full_chunks),
+  const UnpackParams args{work_of(rows, full_chunks, param_ptrs.numel()),
                           bucket.data_ptr(),
                           bucket.size(0),
                           bucket.size(1),

@@ -10,6 +10,7 @@
 #include "finite_sums.cuh"
 #include "launch.h"
 #include "launch_kernel.cuh"
+#include "prefetch_tables.cuh"
 #include "vector_io.cuh"
 
 namespace dynzero {
@@ -55,6 +56,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) pack_grads_kernel(const 
   constexpr int N =
       16 / static_cast<int>(sizeof(Grad) > sizeof(Wire) ? sizeof(Grad) : sizeof(Wire));
   const Chunk chunk = args.work.chunks[blockIdx.x];
+  prefetch_tables<kThreads>(args.work, {by_param(args.work, args.grad_ptrs)});
+  let_next_kernel_start();
   const Row row = args.work.rows[chunk.row()];
   const int64_t begin = chunk.start();
   const Grad* grad = reinterpret_cast<const Grad*>(args.grad_ptrs[row.param]);

@@ -10,6 +10,7 @@
 #include "finite_sums.cuh"
 #include "launch.h"
 #include "launch_kernel.cuh"
+#include "prefetch_tables.cuh"
 #include "vector_io.cuh"
 
 namespace dynzero {
@@ -112,6 +113,10 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   using Shard = typename Reduce::Shard;
   constexpr int N = Reduce::N;
   const Chunk chunk = args.work.chunks[blockIdx.x];
+  prefetch_tables<kThreads>(args.work, {by_param(args.work, args.shard_ptrs),
+                                        by_param(args.work, args.accumulate),
+                                        {args.present, args.world * args.present_bytes}});
+  let_next_kernel_start();
   const Row row = args.work.rows[chunk.row()];
   const int64_t begin = chunk.start();
   const Wire* slot = static_cast<const Wire*>(args.received) + row.offset + begin;

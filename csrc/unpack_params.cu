@@ -5,6 +5,7 @@
 #include "bucket_walk.cuh"
 #include "launch.h"
 #include "launch_kernel.cuh"
+#include "prefetch_tables.cuh"
 #include "vector_io.cuh"
 
 namespace dynzero {
@@ -22,6 +23,7 @@ template <typename Element>
 __global__ void __launch_bounds__(kThreads, kMinBlocks)
     unpack_params_kernel(const UnpackParams args) {
   constexpr int N = 16 / static_cast<int>(sizeof(Element));
+  prefetch_tables<kThreads>(args.work, {by_param(args.work, args.param_ptrs)});
   if (args.status != nullptr && args.status[kStatusFound] != 0) return;
   const Chunk chunk = args.work.chunks[blockIdx.x / kSplit];
   const Row row = args.work.rows[chunk.row()];

@@ -10,6 +10,7 @@
 #include "element_math.h"
 #include "launch.h"
 #include "launch_kernel.cuh"
+#include "prefetch_tables.cuh"
 #include "vector_io.cuh"
 
 namespace dynzero {
@@ -44,10 +45,10 @@ struct Arrays {
   __device__ Arrays(const UpdateShard& args, const Row& row, int64_t begin) {
     const int64_t* pointers = args.state_ptrs + row.param;
     grad = at(reinterpret_cast<const Grad*>(args.grad_ptrs[row.param]), begin);
-    param = at(reinterpret_cast<Param*>(pointers[kPointerParam * args.num_params]), begin);
-    master = at(reinterpret_cast<Acc*>(pointers[kPointerMaster * args.num_params]), begin);
-    state1 = at(reinterpret_cast<Acc*>(pointers[kPointerState1 * args.num_params]), begin);
-    state2 = at(reinterpret_cast<Acc*>(pointers[kPointerState2 * args.num_params]), begin);
+    param = at(reinterpret_cast<Param*>(pointers[kPointerParam * args.work.num_params]), begin);
+    master = at(reinterpret_cast<Acc*>(pointers[kPointerMaster * args.work.num_params]), begin);
+    state1 = at(reinterpret_cast<Acc*>(pointers[kPointerState1 * args.work.num_params]), begin);
+    state2 = at(reinterpret_cast<Acc*>(pointers[kPointerState2 * args.work.num_params]), begin);
     out = at(static_cast<Param*>(args.out), row.offset + begin);
     if constexpr (kOwnMaster) master = param;
   }
@@ -140,6 +141,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Accumulator<Param>>)
     update_shard_kernel(const UpdateShard args) {
   using Acc = Accumulator<Param>;
   constexpr int N = Arrays<Grad, Param>::N;
+  prefetch_tables<kThreads>(args.work, {by_param(args.work, args.grad_ptrs),
+                                        by_param(args.work, args.state_ptrs, kStatePointers),
+                                        by_param(args.work, args.steps)});
   if (args.status[kStatusFound] != 0) return;
   const Chunk chunk = args.work.chunks[blockIdx.x / kSplit];
   const Row row = args.work.rows[chunk.row()];
