@@ -1,4 +1,6 @@
-"""The compiled kernels: no spills, wide loads and stores, no float atomics. Needs nvcc, no GPU."""
+"""The compiled kernels: no spills, wide loads and stores, no float atomics, and that whoever starts
+early waits first. Needs nvcc, no GPU.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +26,9 @@ WIDE_STORES = {"reduce_shard": 4, "update_shard": 2, "unpack_params": 4}
 # Threads of a block and blocks that a multiprocessor should hold, by kernel.
 RESIDENT = {"pack_grads": 1024, "check_shard": 1280, "reduce_shard": 1024, "unpack_params": 1280}
 REGISTERS = 65536  # of a multiprocessor
+# Kernels after which a dependent launch starts early: none that writes parameters.
+LETTING_GO = {"pack_grads", "reduce_shard", "check_shard", "fold_sums", "summarize_shard"}
+WALKING_TABLES = {"pack_grads", "reduce_shard", "check_shard", "update_shard", "unpack_params"}
 
 
 class Kernel(NamedTuple):
@@ -150,3 +155,35 @@ def test_packs_of_a_tile_are_loaded_together(disassembled: list[Kernel]) -> None
         ]
         between = "\n".join(lines[wide[0] : wide[3] + 1])
         assert not re.search(r"\b(BRA|CALL|FFMA|DFMA|STG)\b", between), f"{kernel.name}:\n{between}"
+
+
+def launched_dependent() -> set[str]:
+    return {
+        name
+        for source in SOURCES
+        for name in re.findall(r"launch_dependent\((\w+)_kernel", source.read_text())
+    }
+
+
+def test_who_is_launched_early_waits_before_any_access(disassembled: list[Kernel]) -> None:
+    """Note [Dependent launches]: ACQBULK is the wait, PREEXIT lets the next kernel start."""
+    access = r"\b(LD|LDG|ST|STG|ATOM|ATOMG|RED|LDGSTS)\.E"
+    early = launched_dependent()
+    assert {k.stem for k in disassembled if "ACQBULK" in k.sass} == early != set()
+    for kernel in disassembled:
+        if kernel.stem in early:
+            before = kernel.sass.split("ACQBULK")[0]
+            assert not re.search(rf"{access}|\b(BRA|EXIT|CALL)\b", before), (
+                f"{kernel.name}:\n{before}"
+            )
+            assert re.search(access, kernel.sass), kernel.name
+
+
+def test_who_lets_the_next_kernel_start(disassembled: list[Kernel]) -> None:
+    for kernel in disassembled:
+        assert ("PREEXIT" in kernel.sass) == (kernel.stem in LETTING_GO), kernel.name
+
+
+def test_tables_are_asked_for(disassembled: list[Kernel]) -> None:
+    for kernel in disassembled:
+        assert ("CCTL.E.PF2" in kernel.sass) == (kernel.stem in WALKING_TABLES), kernel.name
