@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) check_shard_kernel(const
 __global__ void __launch_bounds__(kFoldThreads) fold_sums_kernel(const FoldSums args) {
   let_next_kernel_start();
   wait_for_previous_kernel();
-  const Row& row = args.rows[blockIdx.x];
+  const Row row = args.rows[blockIdx.x];
   const int64_t numel = args.full ? args.world * row.piece : row.own_numel;
   const int64_t num_partials = (numel + kChunk - 1) / kChunk;
   const double* partials = args.partials + (args.full ? row.full_first : row.own_first);
