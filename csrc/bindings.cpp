@@ -227,13 +227,14 @@ PYBIND11_MODULE(_C, m) {
                                                       "Sends buckets as backward fills them.")
       .def(py::init([](std::shared_ptr<Reduction> reduction, std::shared_ptr<ParamScan> scan,
                        std::shared_ptr<GradStore> store, at::Tensor host_ptrs, at::Tensor bits,
-                       at::Tensor open, const at::Tensor& places) {
+                       at::Tensor open, const at::Tensor& places, bool aside) {
              PassTables tables{std::move(host_ptrs), std::move(bits), std::move(open)};
              return std::make_shared<BucketFeed>(std::move(reduction), std::move(scan),
-                                                 std::move(store), std::move(tables), places);
+                                                 std::move(store), std::move(tables), places,
+                                                 aside);
            }),
            py::arg("reduction"), py::arg("scan"), py::arg("store"), py::arg("host_ptrs"),
-           py::arg("bits"), py::arg("open"), py::arg("places"))
+           py::arg("bits"), py::arg("open"), py::arg("places"), py::arg("aside"))
       .def("close", &BucketFeed::close)
       .def("ready", &BucketFeed::ready)
       .def("push", &BucketFeed::push)

@@ -2,8 +2,13 @@
 #include "bucket_feed.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/util/Exception.h>
 
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
 #include <utility>
 
 namespace dynzero {
@@ -24,16 +29,90 @@ class Busy {
   bool& flag_;
 };
 
+void send(Reduction& reduction, GradStore& store, const at::Tensor& host_ptrs, int64_t number) {
+  reduction.locate(number, host_ptrs);
+  if (reduction.in_flight() == kInFlight) reduction.receive();
+  reduction.send(number, store);
+}
+
 }  // namespace
+
+struct TaskQueue::Shared {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<std::function<void()>> tasks;  // the first one is running
+  std::exception_ptr failure;
+  bool over = false;
+};
+
+// The thread is detached and shares what it works on: it may outlive this object by one task, but
+// not be waited for by a process that was forked and does not have it.
+TaskQueue::TaskQueue(c10::Stream stream) : shared_(std::make_shared<Shared>()) {
+  std::thread(run, shared_, stream).detach();
+}
+
+TaskQueue::~TaskQueue() {
+  const std::lock_guard<std::mutex> lock(shared_->mutex);
+  shared_->over = true;
+  shared_->changed.notify_all();
+}
+
+void TaskQueue::run(const std::shared_ptr<Shared>& shared, c10::Stream stream) {
+  const c10::StreamGuard on_stream(stream);
+  const at::NoGradGuard no_grad;
+  std::unique_lock<std::mutex> lock(shared->mutex);
+  while (true) {
+    shared->changed.wait(lock, [&] { return shared->over || !shared->tasks.empty(); });
+    if (shared->over) return;
+    {
+      const auto task = std::move(shared->tasks.front());
+      const bool drop = shared->failure != nullptr;
+      lock.unlock();
+      std::exception_ptr failure;
+      try {
+        if (!drop) task();
+      } catch (...) {
+        failure = std::current_exception();
+      }
+      lock.lock();
+      if (failure) shared->failure = failure;
+    }
+    shared->tasks.pop_front();
+    if (shared->tasks.empty()) shared->changed.notify_all();
+  }
+}
+
+void TaskQueue::add(std::function<void()> task) {
+  const std::lock_guard<std::mutex> lock(shared_->mutex);
+  shared_->tasks.push_back(std::move(task));
+  shared_->changed.notify_all();
+}
+
+bool TaskQueue::idle() const {
+  const std::lock_guard<std::mutex> lock(shared_->mutex);
+  return shared_->tasks.empty();
+}
+
+bool TaskQueue::failed() const {
+  const std::lock_guard<std::mutex> lock(shared_->mutex);
+  return shared_->failure != nullptr;
+}
+
+void TaskQueue::wait() {
+  std::unique_lock<std::mutex> lock(shared_->mutex);
+  shared_->changed.wait(lock, [&] { return shared_->tasks.empty(); });
+  if (shared_->failure) std::rethrow_exception(shared_->failure);
+}
 
 BucketFeed::BucketFeed(std::shared_ptr<Reduction> reduction, std::shared_ptr<const ParamScan> scan,
                        std::shared_ptr<GradStore> store, PassTables tables,
-                       const at::Tensor& places)
+                       const at::Tensor& places, bool aside)
     : reduction_(std::move(reduction)),
       scan_(std::move(scan)),
       store_(std::move(store)),
       tables_(std::move(tables)),
-      missing_(static_cast<size_t>(reduction_->num_buckets())) {
+      missing_(static_cast<size_t>(reduction_->num_buckets())),
+      aside_(aside) {
   TORCH_CHECK(places.device().is_cpu() && places.scalar_type() == at::ScalarType::Int &&
                   places.is_contiguous() && places.numel() == tables_.host_ptrs.numel(),
               "BucketFeed: expected places contiguous int32 [", tables_.host_ptrs.numel(),
@@ -74,16 +153,18 @@ std::vector<int64_t> BucketFeed::take() {
                      *store_);
 }
 
-void BucketFeed::move() {
-  if (reduction_->in_flight() == kInFlight || (all_sent() && reduction_->in_flight() > 0)) {
-    reduction_->receive();
-  }
-  if (all_sent()) return;
-  const int64_t number = reduction_->num_buckets() - 1 - next_;
-  reduction_->locate(number, tables_.host_ptrs);
-  reduction_->send(number, *store_);
+void BucketFeed::sent() {
   taken_ = false;
   ++next_;
+}
+
+void BucketFeed::move() {
+  if (!all_sent()) {
+    send(*reduction_, *store_, tables_.host_ptrs, next_number());
+    sent();
+  } else if (reduction_->in_flight() > 0) {
+    reduction_->receive();
+  }
 }
 
 bool BucketFeed::push_on() {
@@ -91,17 +172,27 @@ bool BucketFeed::push_on() {
   const Busy busy(busy_);
   const at::NoGradGuard no_grad;  // backward may run with create_graph
   try {
-    while (!all_sent() && odd_.empty() && !trouble_ && may_push()) {
+    while (!all_sent() && odd_.empty() && !in_trouble() && (aside_ ? filled() : may_push())) {
       odd_ = take();
-      if (odd_.empty()) move();
+      if (!odd_.empty()) break;
+      if (aside_) {
+        if (!queue_) queue_ = std::make_unique<TaskQueue>(reduction_->current_stream());
+        queue_->add([reduction = reduction_, store = store_, host_ptrs = tables_.host_ptrs,
+                     number = next_number()] { send(*reduction, *store, host_ptrs, number); });
+        sent();
+      } else {
+        move();
+      }
     }
   } catch (...) {
     trouble_ = std::current_exception();
   }
-  return odd_.empty() && !trouble_;
+  return odd_.empty() && !in_trouble();
 }
 
-bool BucketFeed::ready() const { return !busy_ && (!odd_.empty() || trouble_ || may_push()); }
+bool BucketFeed::ready() const {
+  return !busy_ && !moving() && (!odd_.empty() || in_trouble() || may_push());
+}
 
 std::vector<int64_t> BucketFeed::push() {
   if (busy_) return {};
@@ -111,12 +202,14 @@ std::vector<int64_t> BucketFeed::push() {
   auto odd = odd_.empty() ? take() : std::exchange(odd_, {});
   if (!odd.empty()) return odd;
   const pybind11::gil_scoped_release waiting;
+  if (queue_) queue_->wait();
   move();
   return {};
 }
 
 bool BucketFeed::done() const {
-  return !busy_ && !trouble_ && odd_.empty() && all_sent() && reduction_->in_flight() == 0;
+  return !busy_ && !moving() && !in_trouble() && odd_.empty() && all_sent() &&
+         reduction_->in_flight() == 0;
 }
 
 }  // namespace dynzero

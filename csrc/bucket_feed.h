@@ -2,9 +2,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -21,14 +23,41 @@ struct PassTables {
   at::Tensor open;
 };
 
+// Runs tasks in order in a thread of its own, which lives as long as there may be more of them.
+// Not under the GIL.
+class TaskQueue {
+ public:
+  // Tasks run with this stream current.
+  explicit TaskQueue(c10::Stream stream);
+  ~TaskQueue();
+  TaskQueue(const TaskQueue&) = delete;
+  TaskQueue& operator=(const TaskQueue&) = delete;
+
+  void add(std::function<void()> task);
+  bool idle() const;
+  bool failed() const;
+  // Returns once all tasks have run, or, after one has failed, been dropped; throws what that one
+  // has thrown.
+  void wait();
+
+ private:
+  struct Shared;
+  static void run(const std::shared_ptr<Shared>& shared, c10::Stream stream);
+  std::shared_ptr<Shared> shared_;
+};
+
 // Buckets go in the order of their places, the last of the plan first. Hooks push on what does not
 // make them wait; the owner of the round, in Python, does the rest, perhaps in another thread.
-// Everything runs under the GIL, which push() gives up while it may wait for other ranks.
+// Everything runs under the GIL, which push() gives up while it may wait for other ranks. On CUDA,
+// hooks only hand gradients over: a TaskQueue packs and sends them, on the same stream, while the
+// thread of autograd goes on launching backward. Nothing else touches the reduction meanwhile.
 class BucketFeed {
  public:
-  // places: int32 [params] on the CPU, the place of each parameter's bucket, -1 for none.
+  // places: int32 [params] on the CPU, the place of each parameter's bucket, -1 for none. aside:
+  // with a TaskQueue.
   BucketFeed(std::shared_ptr<Reduction> reduction, std::shared_ptr<const ParamScan> scan,
-             std::shared_ptr<GradStore> store, PassTables tables, const at::Tensor& places);
+             std::shared_ptr<GradStore> store, PassTables tables, const at::Tensor& places,
+             bool aside);
 
   // Which gradients are still to come, by parameter; told once, at the start.
   void expect(const std::vector<uint8_t>& coming);
@@ -49,9 +78,13 @@ class BucketFeed {
 
  private:
   bool all_sent() const { return next_ == reduction_->num_buckets(); }
+  bool moving() const { return queue_ && !queue_->idle(); }
+  bool in_trouble() const { return trouble_ || (queue_ && queue_->failed()); }
   bool filled() const;
   bool may_push() const;
   std::vector<int64_t> take();
+  int64_t next_number() const { return reduction_->num_buckets() - 1 - next_; }
+  void sent();
   void move();
 
   std::shared_ptr<Reduction> reduction_;
@@ -66,6 +99,8 @@ class BucketFeed {
   bool taken_ = false;          // its gradients are in the store
   std::vector<int64_t> odd_;    // found in a hook
   std::exception_ptr trouble_;  // likewise
+  bool aside_;
+  std::unique_ptr<TaskQueue> queue_;
 };
 
 }  // namespace dynzero

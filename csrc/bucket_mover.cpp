@@ -2,6 +2,7 @@
 #include "bucket_mover.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <utility>
@@ -22,6 +23,34 @@ at::ScalarType shard_dtype(at::ScalarType dtype) {
 
 }  // namespace
 
+void GradStore::keep(int64_t param, at::Tensor grad) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  grads_[param] = std::move(grad);
+}
+
+at::Tensor GradStore::get(int64_t param) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return grads_.at(param);
+}
+
+void GradStore::drop(const std::vector<int64_t>& params) {
+  std::vector<at::Tensor> dropped;
+  dropped.reserve(params.size());
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const int64_t param : params) {
+    const auto found = grads_.find(param);
+    if (found == grads_.end()) continue;
+    dropped.push_back(std::move(found->second));
+    grads_.erase(found);
+  }
+}
+
+void GradStore::clear() {
+  std::unordered_map<int64_t, at::Tensor> dropped;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  dropped.swap(grads_);
+}
+
 Reduction::Reduction(std::shared_ptr<const Buckets> buckets, std::shared_ptr<Transport> transport,
                      ReductionTables tables)
     : buckets_(std::move(buckets)),
@@ -30,6 +59,11 @@ Reduction::Reduction(std::shared_ptr<const Buckets> buckets, std::shared_ptr<Tra
       grad_ptrs_(tables_.addresses.select(0, 0)),
       shard_ptrs_(tables_.addresses.select(0, 1)),
       accumulate_(tables_.addresses.select(0, 2)) {}
+
+c10::Stream Reduction::current_stream() const {
+  const at::Device device = buckets_->rows.device();
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
 
 void Reduction::locate(int64_t number, const at::Tensor& host_ptrs) {
   const auto& params = buckets_->at(number).params;
@@ -44,7 +78,7 @@ void Reduction::send(int64_t number, GradStore& store) {
   pack_grads(buckets_->rows, bucket.full_chunks, grad_ptrs_, bucket.dtype, sent, std::nullopt,
              tables_.nonfinite);
   // Free now; on a big model these are most of the gradients.
-  for (const int64_t param : bucket.params) store.drop(param);
+  store.drop(bucket.params);
   at::Tensor received = room_for(*buckets_, bucket, bucket.wire);
   auto transfer = transport_->all_to_all(received, std::move(sent));
   parcels_.push_back({bucket, std::move(received), std::move(transfer)});

@@ -4,10 +4,12 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
+#include <c10/core/Stream.h>
 
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <mutex>
 #include <unordered_map>
 #include <vector>
 
@@ -15,15 +17,18 @@
 
 namespace dynzero {
 
-// Gradients taken out of their parameters, kept until they have been packed.
+// Gradients taken out of their parameters, kept until they have been packed. One thread may keep
+// some while another drops others. What is dropped is freed outside the lock: that may need the
+// GIL.
 class GradStore {
  public:
-  void keep(int64_t param, at::Tensor grad) { grads_[param] = std::move(grad); }
-  at::Tensor get(int64_t param) const { return grads_.at(param); }
-  void drop(int64_t param) { grads_.erase(param); }
-  void clear() { grads_.clear(); }
+  void keep(int64_t param, at::Tensor grad);
+  at::Tensor get(int64_t param) const;
+  void drop(const std::vector<int64_t>& params);
+  void clear();
 
  private:
+  mutable std::mutex mutex_;
   std::unordered_map<int64_t, at::Tensor> grads_;
 };
 
@@ -65,6 +70,7 @@ class Reduction {
   void locate(int64_t number, const at::Tensor& host_ptrs);
   // Packs a bucket and starts it on its way. What has been packed is dropped from the store.
   void send(int64_t number, GradStore& store);
+  c10::Stream current_stream() const;
   int64_t num_buckets() const { return static_cast<int64_t>(buckets_->list.size()); }
   const std::vector<int64_t>& params(int64_t number) const { return buckets_->at(number).params; }
   int64_t in_flight() const { return static_cast<int64_t>(parcels_.size()); }

@@ -70,7 +70,7 @@ class Pass(Local):
     def feed(self, reduction: Any, plan: Plan, collective: Collective) -> Iterator[Any]:
         feed = load_extension().BucketFeed(
             reduction, self._reader.scan, self.taken, self.ptrs[0], self.bits, self._open,
-            plan.places,
+            plan.places, self._reader.device.type == "cuda",
         )  # fmt: skip
         self._feed = feed
         self._watch.follow(feed)

@@ -339,7 +339,7 @@ class Mirror(Transport):
 
 
 def feed_of(
-    params: list[Tensor], active: list[int], mirror: Mirror
+    params: list[Tensor], active: list[int], mirror: Mirror, aside: bool
 ) -> tuple[BucketFeed, list[Tensor]]:
     """A feed with one bucket for each active parameter, and the pieces that it fills."""
     size = len(params)
@@ -355,43 +355,69 @@ def feed_of(
     reduction = Reduction(plan.compiled, mirror, addresses, everybody, partials, flags)
     opened = torch.ones(size, dtype=torch.bool)
     here = torch.zeros(size, dtype=torch.int64), torch.zeros(layout.bit_bytes, dtype=torch.uint8)
-    return BucketFeed(reduction, ParamScan(params), GradStore(), *here, opened, plan.places), shard
+    feed = BucketFeed(reduction, ParamScan(params), GradStore(), *here, opened, plan.places, aside)
+    return feed, shard
 
 
-def test_a_bucket_leaves_in_the_hook_after_its_last_gradient() -> None:
-    params = parameters()
-    mirror, announced, fed = Mirror(params), torch.empty(1, dtype=torch.uint8), []
+def follow_one_pass(mirror: Transport, params: list[Tensor], aside: bool) -> list[Any]:
+    """Backward over parameters 0, 1 and 3: announced bits, feed, pieces, watch."""
+    found: list[Any] = []
 
     def meet(task: int) -> bool:
+        announced = torch.empty(1, dtype=torch.uint8)
         watch.begin(announced)
-        fed.append(feed_of(params, [0, 1, 3], mirror))
-        watch.follow(fed[0][0])
+        found.extend([announced, *feed_of(params, [0, 1, 3], mirror, aside), watch])
+        watch.follow(found[1])
         return True
 
     watch = GradWatch(meet, lambda: None, 0)
     for p, hook in zip(params, watch.add(params), strict=True):
         p.register_post_accumulate_grad_hook(hook)
     chain(params[:2] + params[3:], 1.0).backward()
-    feed, shard = fed[0]
+    return found
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_a_bucket_leaves_in_the_hook_after_its_last_gradient(aside: bool) -> None:
+    params = parameters()
+    mirror = Mirror(params)
+    announced, feed, pieces, watch = found = follow_one_pass(mirror, params, aside)
     assert announced.item() == 0b1011
-    # The user's own hooks on a parameter may still run when ours has.
-    assert mirror.left == [[False, True, False, False], [True, False, False, False]]
+    deadline = time.monotonic() + 20
+    while aside and len(mirror.left) < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert len(mirror.left) == 2
+    if not aside:
+        # The user's own hooks on a parameter may still run when ours has.
+        assert mirror.left == [[False, True, False, False], [True, False, False, False]]
     watch.end()
     feed.close()
     while not feed.done:
-        assert feed.ready()
         assert feed.push() == []
     assert all(p.grad is None for p in params)
+    assert len(mirror.left) == 3
     for i in (0, 1, 3):
-        assert torch.equal(shard[i], params[i].detach().cos())
+        assert torch.equal(pieces[i], params[i].detach().cos())
 
     watch.paused = True
     chain(params, 1.0).backward()
-    watch.paused = False
-    assert len(fed) == 1
-    watch = None
-    chain(params, 1.0).backward()
-    assert len(fed) == 1
+    assert len(found) == 4
+
+
+class Broken(Transport):
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Transfer:
+        raise ValueError("no way out")
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_what_fails_in_a_hook_is_raised_where_the_round_is_finished(aside: bool) -> None:
+    params = parameters()
+    _, feed, _, watch = follow_one_pass(Broken(), params, aside)
+    watch.end()
+    feed.close()
+    with pytest.raises(ValueError, match="no way out"):
+        while not feed.done:
+            assert feed.push() == []
 
 
 def test_grad_watch_and_feed_refuse_tables_of_another_size() -> None:
