@@ -21,6 +21,7 @@ MODULE_SOURCES = [
     "bucket_feed.cpp",
     "bucket_mover.cpp",
     "grad_watch.cpp",
+    "local_exchange.cpp",
     "ops.cpp",
     "ops_cpu.cpp",
     "param_scan.cpp",

@@ -1,6 +1,6 @@
 """`python -m bench scale`: what a step costs on the host, by the numbers of ranks and parameters.
 
-The ranks are simulated: their messages are made here and handled as if they had come.
+For `plan` the ranks are simulated: their messages are made here and handled as if they had come.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dynzero.transports.control import (
     unpack_all,
 )
 
-from . import results
+from . import exchange, results
 from .timer import Call, Samples, Timer
 
 RANKS = (8, 64, 1024)
@@ -79,10 +79,14 @@ def run(device: torch.device, *, quick: bool) -> list[dict[str, Any]]:
     torch.set_num_threads(threads)
     for params in results.progress(PARAMS[:3] if quick else PARAMS, "step"):
         rows.append(step_row(params, device, timer, quick))
+    for (way, params), samples in exchange.measure(quick=quick).items():
+        case = {"world": exchange.WORLD, "params": params, "active": 1.0, "over": way}
+        size = exchange.WORLD * (MESSAGE_BYTES + params // 8)
+        rows.append(row_of("exchange", case, samples, size))
     for row in rows:
         case = row["case"]
         results.say(
-            f"{row['op']:5} {case['params']:7} parameters, {case['world']:5} ranks: "
+            f"{title(row):23} {case['params']:7} parameters, {case['world']:5} ranks: "
             f"{row['ms']:9.3f} ms, host {row['host_us']:9.0f} us"
         )
     return rows
@@ -120,12 +124,18 @@ def row_of(
     }  # fmt: skip
 
 
+def title(row: dict[str, Any]) -> str:
+    over = row["case"].get("over")
+    return row["op"] if over is None else f"{row['op']} ({over})"
+
+
 def scale_table(rows: list[dict[str, Any]]) -> list[str]:
     if not rows:
         return []
     lines = [
         "`plan`: from arrived messages to buckets and tables, one core, 1 % active; `step`: all of",
-        "`step()` on one process, the same bytes in more and more parameters.",
+        "`step()` on one process, the same bytes in more and more parameters; `exchange`: from one",
+        "rank's message to everybody's, two processes on this host that do nothing else.",
         "",
         "| | ranks | parameters | ms | host us | MB exchanged |",
         "| --- " * 6 + "|",
@@ -134,7 +144,7 @@ def scale_table(rows: list[dict[str, Any]]) -> list[str]:
         case = row["case"]
         megabytes = "" if row["bytes"] is None else f"{row['bytes'] / 1e6:.2f}"
         lines.append(
-            f"| {row['op']} | {case['world']} | {case['params']} | {row['ms']:.3f} "
+            f"| {title(row)} | {case['world']} | {case['params']} | {row['ms']:.3f} "
             f"| {row['host_us']:.0f} | {megabytes} |"
         )
     return [*lines, ""]

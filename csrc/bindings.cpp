@@ -1,5 +1,5 @@
-// The Python module dynzero._C: the ops of ops.h, ParamScan, GradWatch, the table layouts of
-// segments.h and how this build was made. dynzero/ops.py hands them on.
+// The Python module dynzero._C: the ops of ops.h, ParamScan, GradWatch, LocalBoard, the table
+// layouts of segments.h and how this build was made. dynzero/ops.py hands them on.
 #include <c10/util/Exception.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
@@ -14,6 +14,7 @@
 #include "bucket_mover.h"
 #include "grad_watch.h"
 #include "kernel_config.h"
+#include "local_exchange.h"
 #include "ops.h"
 #include "param_scan.h"
 #include "segments.h"
@@ -250,6 +251,16 @@ PYBIND11_MODULE(_C, m) {
       .def("streams", &GradWatch::streams)
       .def("all_on", &GradWatch::all_on, py::arg("stream_id"))
       .def_property("paused", &GradWatch::paused, &GradWatch::set_paused);
+
+  py::class_<LocalBoard, std::shared_ptr<LocalBoard>>(
+      m, "LocalBoard", "Exchanges messages between ranks through shared memory.")
+      .def(py::init<int, int64_t, int64_t>(), py::arg("fd"), py::arg("rank"), py::arg("world"))
+      .def_readonly_static("MESSAGE_BYTES", &LocalBoard::kMessageBytes)
+      .def_static("num_bytes", &LocalBoard::num_bytes, py::arg("world"))
+      .def("start", &LocalBoard::start, py::arg("head"), py::arg("bits"));
+  py::class_<LocalExchange, std::shared_ptr<LocalExchange>>(m, "LocalExchange", "One under way.")
+      .def("ready", &LocalExchange::ready)
+      .def("wait", &LocalExchange::wait, no_gil, py::arg("timeout_s"));
 }
 
 }  // namespace dynzero

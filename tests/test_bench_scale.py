@@ -30,6 +30,10 @@ def test_bench_scale_writes_rows_and_a_plot(tmp_path):
     assert {row["bench"] for row in rows} == {"scale"}
     assert [row["case"]["params"] for row in rows if row["op"] == "step"] == [100, 1000, 10_000]
     assert all(row["ms"] > 0 and row["host_us"] > 0 for row in rows)
+    ways = {(row["case"]["over"], row["case"]["params"]) for row in rows if row["op"] == "exchange"}
+    assert ways == {(way, n) for way in ("shared memory", "Gloo") for n in (1000, 100_000)}
     write_report(tmp_path)
-    assert "| plan | 1024 | 10000 |" in (tmp_path / "README.md").read_text()
+    page = (tmp_path / "README.md").read_text()
+    assert "| plan | 1024 | 10000 |" in page
+    assert "| exchange (shared memory) | 2 | 100000 |" in page
     assert (tmp_path / "cpu-scale-2026-01-01-host.png").exists()

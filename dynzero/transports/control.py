@@ -2,10 +2,12 @@
 
 One small all-gather over CPU memory per window (and per backward in stage 2). Every message carries
 what its rank is doing, so ranks that differ find out together. See Note [One exchange at a time].
+Messages go through shared memory where all ranks are on one host, otherwise over Gloo.
 """
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import struct
 import time
@@ -18,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import all_gather_single
+from . import all_gather_single, local
 
 # Note [One exchange at a time]
 # Every rank sends one message per exchange and receives everybody's, so all ranks judge the same
@@ -84,11 +86,6 @@ MESSAGE = "<9q2d"
 MESSAGE_BYTES = struct.calcsize(MESSAGE)
 
 
-def unpack(raw: bytes) -> Message:
-    n = struct.unpack(MESSAGE, raw)
-    return Message(n[0], n[1], n[2], Action(n[3]), n[4], n[5], n[6], n[7], n[8], (n[9], n[10]))
-
-
 class Agreed(NamedTuple):
     """Everybody's messages. `bits`: uint8 [world, bytes] presence, little-endian."""
 
@@ -113,11 +110,12 @@ class Agreed(NamedTuple):
 
 
 class Control:
-    """The exchange of one optimizer, over a Gloo group of its own (none for one process)."""
+    """The exchange of one optimizer, with a Gloo group of its own (none for one process)."""
 
     def __init__(self, group: Any) -> None:
         self.world, self.rank, self.ranks = 1, 0, [0]
         self.group: Any = None
+        self.board: Any = None  # the LocalBoard, where all ranks can use one
         self.last: Message | None = None  # what this rank has said last
         if not dist.is_available() or not dist.is_initialized():
             if group is not None:
@@ -136,6 +134,7 @@ class Control:
             self.group = dist.new_group(
                 self.ranks, backend="gloo", timeout=self.timeout, use_local_synchronization=True
             )
+            self.board = local.open_board(self)
 
     def start(self, message: Message, bits: Tensor) -> Exchange:
         """Send this rank's message; `bits` uint8 [bytes] of the same length on every rank."""
@@ -208,31 +207,48 @@ class Exchange:
 
     def __init__(self, control: Control, message: Message, bits: Tensor) -> None:
         self.control, control.last = control, message
-        head = torch.frombuffer(bytearray(message.pack()), dtype=torch.uint8)
-        self.mine = torch.cat([head, bits])
-        self.all = self.mine.unsqueeze(0)
-        self.work: Any = None
-        if control.world > 1:
-            self.all = torch.empty(control.world, self.mine.numel(), dtype=torch.uint8)
-            with control.naming_ranks():
-                self.work = all_gather_single(
-                    self.all.view(-1), self.mine, group=control.group, async_op=True
-                )
+        head, board = message.pack(), control.board
+        with control.naming_ranks():
+            # All ranks' messages have the same length, so all take the same way.
+            if board is not None and len(head) + bits.numel() <= board.MESSAGE_BYTES:
+                self.work = board.start(head, bits)
+            else:
+                self.work = GlooExchange(control, head, bits)
 
     def ready(self) -> bool:
-        return self.work is None or self.work.is_completed()
+        return bool(self.work.ready())
 
     def wait(self) -> Agreed:
-        if self.work is not None:
-            with self.control.naming_ranks():
-                self.work.wait()
-        heads = self.all[:, :MESSAGE_BYTES].contiguous()
-        return Agreed(unpack_all(heads), self.all[:, MESSAGE_BYTES:])
+        with self.control.naming_ranks():
+            everybody = self.work.wait(self.control.timeout.total_seconds())
+        heads = everybody[:, :MESSAGE_BYTES].contiguous()
+        return Agreed(unpack_all(heads), everybody[:, MESSAGE_BYTES:])
+
+
+class GlooExchange:
+    """What `_C.LocalExchange` is, over Gloo."""
+
+    def __init__(self, control: Control, head: bytes, bits: Tensor) -> None:
+        mine = torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), bits])
+        self.all = torch.empty(control.world, mine.numel(), dtype=torch.uint8)
+        self.work = all_gather_single(self.all.view(-1), mine, group=control.group, async_op=True)
+
+    def ready(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def wait(self, timeout_s: float) -> Tensor:
+        """After `timeout_s`, which is the group's, it raises."""
+        self.work.wait()
+        return self.all
 
 
 def unpack_all(heads: Tensor) -> list[Message]:
-    raw = bytes(heads.flatten().tolist())
-    return [unpack(raw[i : i + MESSAGE_BYTES]) for i in range(0, len(raw), MESSAGE_BYTES)]
+    """heads: contiguous uint8 [world, MESSAGE_BYTES]."""
+    raw = ctypes.string_at(heads.data_ptr(), heads.numel())  # tolist() takes microseconds a rank
+    return [
+        Message(n[0], n[1], n[2], Action(n[3]), n[4], n[5], n[6], n[7], n[8], (n[9], n[10]))
+        for n in struct.iter_unpack(MESSAGE, raw)
+    ]
 
 
 def first_difference(messages: Sequence[Message], names: Sequence[int]) -> str | None:
