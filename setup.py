@@ -25,6 +25,7 @@ MODULE_SOURCES = [
     "ops.cpp",
     "ops_cpu.cpp",
     "param_scan.cpp",
+    "readback.cpp",
     "transport.cpp",
 ]
 # A library is searched for once, in the order of the command line: the kernels' own come last.
@@ -82,7 +83,7 @@ setup(
             "dynzero._C",
             [f"csrc/{name}" for name in MODULE_SOURCES],
             depends=headers,
-            extra_compile_args=["-O2", "-g0", "-fvisibility=hidden", "-Wall"],
+            extra_compile_args=["-O2", "-g0", "-fopenmp", "-fvisibility=hidden", "-Wall"],
             extra_link_args=["-fopenmp", SHARED_LIBSTDCXX],
         )
     ],

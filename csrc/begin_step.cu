@@ -69,6 +69,12 @@ __global__ void __launch_bounds__(kThreads) begin_step_kernel(const BeginStep ar
   }
   __syncthreads();
   if (threadIdx.x < kStatusFields) args.status[threadIdx.x] = status[threadIdx.x];
+  if (threadIdx.x < kScaleFields) {
+    args.status[kStatusScaleState + threadIdx.x] = args.scale_state[threadIdx.x];
+  }
+  for (int64_t i = threadIdx.x; i < args.world * kRecordColumns; i += kThreads) {
+    args.status[kStatusRecords + i] = args.records[i];
+  }
   if (status[kStatusFound] != 0) return;
   for (int64_t i = threadIdx.x; i < args.num_rows; i += kThreads) {
     args.steps[args.rows[i].param] += 1;

@@ -17,6 +17,7 @@
 #include "local_exchange.h"
 #include "ops.h"
 #include "param_scan.h"
+#include "readback.h"
 #include "segments.h"
 #include "transport.h"
 
@@ -189,6 +190,17 @@ void add_movers(py::module_& m) {
         update_and_gather(buckets, gathering, update, most_in_flight);
       },
       no_gil, "Updates the own pieces and gathers them, bucket by bucket.");
+  m.def("summarize_in_place", &summarize_in_place, no_gil, py::arg("buckets"), py::arg("grad_ptrs"),
+        py::arg("scale_state"),
+        "The record of gradients that lie where they are, float64 [1, columns].");
+  m.def(
+      "update_in_place",
+      [](Buckets& buckets, int64_t kind, at::Tensor grad_ptrs, at::Tensor state_ptrs,
+         at::Tensor hyper, at::Tensor steps, at::Tensor status) {
+        update_in_place(buckets, {kind, std::move(grad_ptrs), std::move(state_ptrs),
+                                  std::move(hyper), std::move(steps), std::move(status)});
+      },
+      no_gil, "Updates whole parameters, bucket by bucket.");
 }
 
 }  // namespace
@@ -214,10 +226,8 @@ PYBIND11_MODULE(_C, m) {
   py::class_<ParamScan, std::shared_ptr<ParamScan>>(m, "ParamScan",
                                                     "Reads where parameters and gradients are.")
       .def(py::init<py::list>(), py::arg("params"))
-      .def("read", &ParamScan::read, py::arg("grad_ptrs"), py::arg("param_ptrs"),
-           py::arg("present"), "Fills the tables, returns (odd, changed) indices.")
       .def("snapshot", &ParamScan::snapshot, py::arg("pinned"),
-           "read() into new tensors: (table, present, odd, changed).")
+           "What there is now: (grad_ptrs, param_ptrs, present, odd, changed).")
       .def("first_other", &ParamScan::first_other, py::arg("groups"),
            "Position of the first parameter in these lists that is another object, or -1.")
       .def("take", &ParamScan::take, py::arg("indices"), py::arg("open"), py::arg("grad_ptrs"),
@@ -240,6 +250,11 @@ PYBIND11_MODULE(_C, m) {
       .def("ready", &BucketFeed::ready)
       .def("push", &BucketFeed::push)
       .def_property_readonly("done", &BucketFeed::done);
+
+  py::class_<Readback>(m, "Readback", "Numbers of the device on their way to the host.")
+      .def(py::init<const at::Tensor&, bool>(), no_gil, py::arg("numbers"), py::arg("stay"))
+      .def("ready", &Readback::ready)
+      .def("numbers", &Readback::numbers, no_gil);
 
   py::class_<GradWatch>(m, "GradWatch", "Follows a backward pass, parameter by parameter.")
       .def(py::init<py::function, py::function, int64_t>(), py::arg("meet"), py::arg("progress"),

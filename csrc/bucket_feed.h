@@ -16,7 +16,7 @@
 namespace dynzero {
 
 // Where the gradients of a pass are and go. host_ptrs int64 [params] and bits uint8 as in
-// ParamScan::read; open (bool [>= params]): announced, and not yet taken.
+// ParamScan::snapshot; open (bool [>= params]): announced, and not yet taken.
 struct PassTables {
   at::Tensor host_ptrs;
   at::Tensor bits;

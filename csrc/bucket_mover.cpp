@@ -2,12 +2,15 @@
 #include "bucket_mover.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "ops.h"
+#include "segments.h"
 
 namespace dynzero {
 namespace {
@@ -142,6 +145,35 @@ void update_and_gather(const Buckets& buckets, Gathering& gathering, const Updat
     if (gathering.in_flight() == most_in_flight) gathering.receive();
   }
   while (gathering.in_flight() > 0) gathering.receive();
+}
+
+at::Tensor summarize_in_place(const Buckets& buckets, const at::Tensor& grad_ptrs,
+                              const at::Tensor& scale_state) {
+  int64_t num_chunks = 0;
+  for (const Bucket& bucket : buckets.list) num_chunks += bucket.own_chunks.numel();
+  const auto doubles = grad_ptrs.options().dtype(at::ScalarType::Double);
+  const at::Tensor partials = at::empty({num_chunks}, doubles);
+  const at::Tensor sumsq = at::empty({grad_ptrs.numel()}, doubles);
+  const at::Tensor nonfinite =
+      at::zeros({grad_ptrs.numel()}, grad_ptrs.options().dtype(at::ScalarType::Int));
+  const at::Tensor record = at::empty({kRecordColumns}, doubles);
+  for (const Bucket& bucket : buckets.list) {
+    const int64_t size = bucket.own_chunks.numel();
+    check_shard(buckets.rows, bucket.own_chunks, grad_ptrs, bucket.dtype,
+                size == num_chunks ? partials : partials.narrow(0, bucket.first_own, size),
+                nonfinite);
+  }
+  fold_sums(buckets.rows, partials, false, 1, sumsq);
+  summarize_shard(buckets.rows, sumsq, nonfinite, scale_state, record);
+  return record.unsqueeze(0);
+}
+
+void update_in_place(const Buckets& buckets, const Update& update) {
+  for (const Bucket& bucket : buckets.list) {
+    update_shard(update.kind, buckets.rows, bucket.own_chunks, update.grad_ptrs, bucket.dtype,
+                 update.state_ptrs, bucket.dtype, std::nullopt, update.hyper, update.steps,
+                 update.status);
+  }
 }
 
 }  // namespace dynzero

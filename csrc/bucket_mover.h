@@ -141,4 +141,10 @@ struct Update {
 void update_and_gather(const Buckets& buckets, Gathering& gathering, const Update& update,
                        int64_t most_in_flight);
 
+// One process: gradients are read where they lie, nothing travels, and a bucket is a dtype.
+// check_shard of all buckets, fold_sums and summarize_shard; float64 [1, kRecordColumns].
+at::Tensor summarize_in_place(const Buckets& buckets, const at::Tensor& grad_ptrs,
+                              const at::Tensor& scale_state);
+void update_in_place(const Buckets& buckets, const Update& update);
+
 }  // namespace dynzero

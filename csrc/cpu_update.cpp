@@ -133,6 +133,8 @@ void loop_begin_step(const BeginStep& args) {
     for (int64_t i = 0; i < args.num_rows; ++i) args.steps[args.rows[i].param] += 1;
   }
   advance_scale(args.options.scale, found, args.scale_state);
+  std::copy_n(args.scale_state, int64_t{kScaleFields}, args.status + kStatusScaleState);
+  std::copy_n(args.records, args.world * kRecordColumns, args.status + kStatusRecords);
 }
 
 void loop_update_shard(const UpdateShard& args, OptimizerKind kind, ElementType grad,

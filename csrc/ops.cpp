@@ -67,6 +67,12 @@ class Checker {
     expect_size(name, tensor, 1, num_columns);
   }
 
+  void status(const at::Tensor& tensor) const {
+    vector("status", tensor, kFloat64);
+    TORCH_CHECK(tensor.size(0) >= kStatusFields, op_, ": expected status with at least ",
+                int64_t{kStatusFields}, " entries, got sizes ", tensor.sizes());
+  }
+
   void bucket(const char* name, const at::Tensor& tensor) const {
     floating(name, tensor.scalar_type());
     matrix(name, tensor, tensor.scalar_type(), -1, -1);
@@ -198,7 +204,7 @@ void begin_step(const at::Tensor& rows, const at::Tensor& records, double max_no
               scale_options.size());
   check.vector("steps", steps, kFloat32);
   check.vector("scale_state", scale_state, kFloat64, kScaleFields);
-  check.vector("status", status, kFloat64, kStatusFields);
+  check.vector("status", status, kFloat64, kStatusRecords + records.size(0) * kRecordColumns);
   DYNZERO_DISPATCH(begin_step, check.device(), rows, records, max_norm, check_finite, scale_options,
                    steps, scale_state, status);
 }
@@ -219,7 +225,7 @@ void update_shard(int64_t kind, const at::Tensor& rows, const at::Tensor& own_ch
   if (out) check.vector("out", *out, param_dtype);
   check.matrix("hyper", hyper, kFloat64, -1, kHyperColumns);
   check.vector("steps", steps, kFloat32, grad_ptrs.numel());
-  check.vector("status", status, kFloat64, kStatusFields);
+  check.status(status);
   if (own_chunks.numel() == 0) return;
   DYNZERO_DISPATCH(update_shard, check.device(), kind, rows, own_chunks, grad_ptrs, grad_dtype,
                    state_ptrs, param_dtype, out, hyper, steps, status);
@@ -231,7 +237,7 @@ void unpack_params(const at::Tensor& rows, const at::Tensor& full_chunks, const 
   check.vector("full_chunks", full_chunks, kInt64);
   check.bucket("bucket", bucket);
   check.vector("param_ptrs", param_ptrs, kInt64);
-  if (status) check.vector("status", *status, kFloat64, kStatusFields);
+  if (status) check.status(*status);
   if (full_chunks.numel() == 0) return;
   DYNZERO_DISPATCH(unpack_params, check.device(), rows, full_chunks, bucket, param_ptrs, status);
 }

@@ -56,24 +56,25 @@ void fold_sums(const at::Tensor& rows, const at::Tensor& partials, bool full, in
 void summarize_shard(const at::Tensor& rows, const at::Tensor& sumsq, const at::Tensor& nonfinite,
                      const at::Tensor& scale_state, const at::Tensor& record);
 
-// The ranks' records (float64 [world, kRecordColumns]) -> status (float64 [kStatusFields]), steps
-// (float32 [params], + 1 for every row unless found) and scale_state (float64 [kScaleFields]).
-// norm = sqrt(sum of the records in rank order); clip = min(1, max_norm / (norm + 1e-6)) if
-// max_norm > 0 (NaN stays NaN), else 1, as torch.nn.utils.clip_grad_norm_. The first non-finite
-// parameter is the first by the same order over the ranks, ties to the lowest rank. found only if
-// check_finite. scale_options: empty for a constant scale, else growth, backoff, window,
-// hysteresis, minimum.
+// The ranks' records (float64 [world, kRecordColumns]) -> steps (float32 [params], + 1 for every
+// row unless found), scale_state (float64 [kScaleFields]) and status: the kStatusFields, and behind
+// them the new scale_state and the records, so that one copy brings the host all it may want to
+// know (float64 [kStatusRecords + world * kRecordColumns]). norm = sqrt(sum of the records in rank
+// order); clip = min(1, max_norm / (norm + 1e-6)) if max_norm > 0 (NaN stays NaN), else 1, as
+// torch.nn.utils.clip_grad_norm_. The first non-finite parameter is the first by the same order
+// over the ranks, ties to the lowest rank. found only if check_finite. scale_options: empty for a
+// constant scale, else growth, backoff, window, hysteresis, minimum.
 void begin_step(const at::Tensor& rows, const at::Tensor& records, double max_norm,
                 bool check_finite, const std::vector<double>& scale_options,
                 const at::Tensor& steps, const at::Tensor& scale_state, const at::Tensor& status);
 
-// One optimizer update of the own pieces. Does nothing when status[kStatusFound] is set.
+// One optimizer update of the own pieces. Does nothing when status[kStatusFound] is set. (Here and
+// below only the kStatusFields of status are read.)
 //   g = grad / (divisor * scale) * clip          (in float; double for float64 parameters)
 //   state_ptrs  int64 [kStatePointers, params]   see StatePointer
 //   grad_dtype  the parameter's dtype, or float32 for a reduced shard
 //   out         param dtype [>= offset + own_numel] or none: where given, the new values of a row
-//   go
-//               to out + offset as well; a 16-bit parameter's own memory is then left alone
+//               go to out + offset as well; a 16-bit parameter's own memory is then left alone
 //   hyper       float64 [groups, kHyperColumns]
 //   steps       float32 [params], already counting this step
 // A master whose rounding to the parameter dtype differs from the parameter's current value is

@@ -4,11 +4,14 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/record_stream.h>
+#include <c10/core/impl/COW.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
+#include <omp.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 namespace dynzero {
@@ -31,44 +34,45 @@ void set_bit(uint8_t* bits, int64_t index, bool value) {
   byte = static_cast<uint8_t>(value ? byte | mask : byte & ~mask);
 }
 
-inline void prefetch(const void* first_line, int lines = 1) {
+// All cache lines of an object, which may begin anywhere in the first of them.
+inline void prefetch(const void* object, size_t bytes) {
 #if defined(__GNUC__)
-  for (int i = 0; i < lines; ++i) __builtin_prefetch(static_cast<const char*>(first_line) + 64 * i);
+  const auto* first = static_cast<const char*>(object);
+  for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(first + at);
+  __builtin_prefetch(first + bytes - 1);
 #else
-  (void)first_line, (void)lines;
+  (void)object, (void)bytes;
 #endif
 }
 
 // Reading a parameter follows a chain: object -> TensorImpl -> autograd data -> gradient ->
-// storage, every link of it a cache miss in a big model. So parameters go through in blocks, one
-// link at a time, and the misses of a block overlap.
-constexpr int64_t kBlock = 32;
-constexpr int kTensorLines = 3;  // of the part of a TensorImpl that is read
+// storage, every link of it a cache miss in a big model. Most links are where they were at the last
+// snapshot, so they are fetched from there, all at once, this many parameters ahead.
+constexpr int64_t kAhead = 16;
+// Of the parts of objects that are read.
+constexpr size_t kObjectBytes = 32, kAutogradBytes = 48, kStorageBytes = 64;
+// Parameters from which on threads share them: waking threads up costs more than few take.
+constexpr int64_t kThreaded = 4096;
 
-struct Links {
-  at::TensorImpl* param[kBlock];
-  const at::TensorImpl* grad[kBlock];  // null without a gradient
-};
+const void* storage_of(const at::TensorImpl* impl) {
+  return impl->unsafe_storage().unsafeGetStorageImpl();
+}
 
-// Objects are unpacked anew each time: torch.utils.swap_tensors exchanges what they refer to.
-void follow_links(PyObject* list, int64_t first, int64_t count, Links& links) {
-  for (int64_t i = 0; i < count; ++i) prefetch(PyList_GET_ITEM(list, first + i));
-  for (int64_t i = 0; i < count; ++i) {
-    links.param[i] = THPVariable_Unpack(PyList_GET_ITEM(list, first + i)).unsafeGetTensorImpl();
-    prefetch(links.param[i], kTensorLines);
-  }
-  for (int64_t i = 0; i < count; ++i) {
-    prefetch(links.param[i]->autograd_meta());
-    prefetch(links.param[i]->unsafe_storage().unsafeGetStorageImpl());
-  }
-  for (int64_t i = 0; i < count; ++i) {
-    const at::Tensor& grad = links.param[i]->grad();
-    links.grad[i] = grad.defined() ? grad.unsafeGetTensorImpl() : nullptr;
-    if (links.grad[i] != nullptr) prefetch(links.grad[i], kTensorLines);
-  }
-  for (int64_t i = 0; i < count; ++i) {
-    if (links.grad[i] != nullptr) prefetch(links.grad[i]->unsafe_storage().unsafeGetStorageImpl());
-  }
+// Stores a value, and clears `same` if it is a new one.
+template <typename T>
+void put(T& place, T value, bool& same) {
+  if (place == value) return;
+  place = value;
+  same = false;
+}
+
+// A copy on the CPU of the first `size` values.
+template <typename T>
+at::Tensor tensor_of(const std::vector<T>& values, int64_t size, bool pinned) {
+  constexpr auto dtype = sizeof(T) == 1 ? at::ScalarType::Byte : at::ScalarType::Long;
+  at::Tensor tensor = at::empty({size}, at::TensorOptions().dtype(dtype).pinned_memory(pinned));
+  std::copy_n(values.data(), size, tensor.mutable_data_ptr<T>());
+  return tensor;
 }
 
 void check_table(const char* method, const char* name, const at::Tensor& table,
@@ -109,6 +113,10 @@ ParamScan::ParamScan(pybind11::list params)
     layouts_.insert(layouts_.end(), param.sizes().begin(), param.sizes().end());
     layouts_.insert(layouts_.end(), param.strides().begin(), param.strides().end());
   }
+  links_.resize(remembered_.size());
+  grad_addresses_.resize(remembered_.size());
+  param_addresses_.resize(remembered_.size());
+  bits_.resize(static_cast<size_t>(num_bytes()));
 }
 
 bool ParamScan::is_plain(const Remembered& remembered, const at::TensorImpl* impl) {
@@ -150,49 +158,115 @@ std::optional<int64_t> ParamScan::grad_address(int64_t index, const at::TensorIm
   return impl->numel() == 0 ? std::optional<int64_t>(0) : std::nullopt;
 }
 
-std::pair<ParamScan::Indices, ParamScan::Indices> ParamScan::read(const at::Tensor& grad_ptrs,
-                                                                  const at::Tensor& param_ptrs,
-                                                                  const at::Tensor& present) const {
-  const auto num_params = static_cast<int64_t>(remembered_.size());
-  check_table("read", "grad_ptrs", grad_ptrs, at::ScalarType::Long, num_params);
-  check_table("read", "param_ptrs", param_ptrs, at::ScalarType::Long, num_params);
-  check_table("read", "present", present, at::ScalarType::Byte, (num_params + 7) / 8);
-  auto* grad_addresses = grad_ptrs.mutable_data_ptr<int64_t>();
-  auto* param_addresses = param_ptrs.mutable_data_ptr<int64_t>();
-  auto* bits = present.mutable_data_ptr<uint8_t>();
-  std::fill(bits, bits + present.numel(), uint8_t{0});
+// What a pass over some of the parameters has found.
+struct ParamScan::Found {
+  Indices odd, changed;
+  Indices lazy;  // memory is still shared with a lazy clone
+  bool same_grads = true, same_params = true, same_present = true;
+  std::exception_ptr error;
 
-  Indices odd;
-  Indices changed;
-  Links links;
-  for (int64_t i = 0; i < num_params; ++i) {
-    if (i % kBlock == 0) follow_links(params_.ptr(), i, std::min(kBlock, num_params - i), links);
-    at::TensorImpl* impl = links.param[i % kBlock];
-    const at::TensorImpl* grad = links.grad[i % kBlock];
-    const Remembered& remembered = remembered_[static_cast<size_t>(i)];
-    if (!is_like(remembered, impl)) changed.push_back(i);
-    param_addresses[i] = is_plain(remembered, impl) ? address_of(impl->mutable_data()) : 0;
-    set_bit(bits, i, grad != nullptr);
-    const std::optional<int64_t> address = grad_address(i, impl, grad);
-    grad_addresses[i] = address.value_or(0);
-    if (!address) odd.push_back(i);
+  void add(const Found& other) {
+    odd.insert(odd.end(), other.odd.begin(), other.odd.end());
+    changed.insert(changed.end(), other.changed.begin(), other.changed.end());
+    lazy.insert(lazy.end(), other.lazy.begin(), other.lazy.end());
+    same_grads &= other.same_grads;
+    same_params &= other.same_params;
+    same_present &= other.same_present;
+    if (other.error) error = other.error;
   }
-  return {std::move(odd), std::move(changed)};
+};
+
+void ParamScan::prefetch_links(int64_t index) const {
+  const Links& links = links_[static_cast<size_t>(index)];
+  prefetch(PyList_GET_ITEM(params_.ptr(), index), kObjectBytes);
+  if (links.param == nullptr) return;
+  prefetch(links.param, sizeof(at::TensorImpl));
+  prefetch(links.autograd, kAutogradBytes);
+  prefetch(links.storage, kStorageBytes);
+  if (links.grad == nullptr) return;
+  prefetch(links.grad, sizeof(at::TensorImpl));
+  prefetch(links.grad_storage, kStorageBytes);
 }
 
-ParamScan::Snapshot ParamScan::snapshot(bool pinned) const {
-  const auto num_params = static_cast<int64_t>(remembered_.size());
-  const auto options = at::TensorOptions().dtype(at::ScalarType::Long).pinned_memory(pinned);
-  at::Tensor table = at::empty({3, num_params}, options);
-  at::Tensor bits = at::empty({(num_params + 7) / 8}, at::ScalarType::Byte);
-  auto* zeros = table.mutable_data_ptr<int64_t>();
-  std::fill(zeros, zeros + num_params, int64_t{0});
-  auto [odd, changed] = read(table.select(0, 1), table.select(0, 2), bits);
-  return {std::move(table), std::move(bits), std::move(odd), std::move(changed)};
+void ParamScan::read_range(int64_t first, int64_t last, Found& found) {
+  uint8_t bits = 0;
+  for (int64_t i = first; i < last; ++i) {
+    if (i + kAhead < last) prefetch_links(i + kAhead);
+    // Unpacked anew each time: torch.utils.swap_tensors exchanges what an object refers to.
+    at::TensorImpl* impl = param(i).unsafeGetTensorImpl();
+    const at::Tensor& held = impl->grad();
+    const at::TensorImpl* grad = held.defined() ? held.unsafeGetTensorImpl() : nullptr;
+    links_[static_cast<size_t>(i)] = {impl, impl->autograd_meta(), storage_of(impl), grad,
+                                      grad == nullptr ? nullptr : storage_of(grad)};
+    const Remembered& remembered = remembered_[static_cast<size_t>(i)];
+    if (!is_like(remembered, impl)) found.changed.push_back(i);
+    int64_t address = 0;
+    if (is_plain(remembered, impl)) {
+      // Materialising a lazy clone is work for the current stream, which only one thread knows.
+      const bool lazy = c10::impl::cow::is_cow_data_ptr(impl->unsafe_storage().data_ptr());
+      address = lazy ? 0 : address_of(impl->mutable_data());
+      if (lazy) found.lazy.push_back(i);
+    }
+    put(param_addresses_[static_cast<size_t>(i)], address, found.same_params);
+    const std::optional<int64_t> grad_ptr = grad_address(i, impl, grad);
+    if (!grad_ptr) found.odd.push_back(i);
+    put(grad_addresses_[static_cast<size_t>(i)], grad_ptr.value_or(0), found.same_grads);
+    set_bit(&bits, i % 8, grad != nullptr);
+    if (i % 8 != 7 && i + 1 != last) continue;
+    put(bits_[static_cast<size_t>(i / 8)], bits, found.same_present);
+    bits = 0;
+  }
+}
+
+ParamScan::Found ParamScan::read_all() {
+  Found all;
+#pragma omp parallel if (size() >= kThreaded)
+  {
+    // Whole bytes of bits_ for each thread.
+    const int64_t num_threads = omp_get_num_threads();
+    const int64_t share = (num_bytes() + num_threads - 1) / num_threads * 8;
+    const int64_t first = omp_get_thread_num() * share;
+    Found found;
+    try {
+      read_range(first, std::min(size(), first + share), found);
+    } catch (...) {
+      found.error = std::current_exception();
+    }
+#pragma omp critical
+    all.add(found);
+  }
+  std::sort(all.odd.begin(), all.odd.end());
+  std::sort(all.changed.begin(), all.changed.end());
+  if (all.error) std::rethrow_exception(all.error);
+  for (const int64_t i : all.lazy) {
+    const int64_t address = address_of(param(i).unsafeGetTensorImpl()->mutable_data());
+    put(param_addresses_[static_cast<size_t>(i)], address, all.same_params);
+  }
+  return all;
+}
+
+ParamScan::Snapshot ParamScan::snapshot(bool pinned) {
+  // Nothing is handed out again after an error: the addresses may be newer than these tensors.
+  at::Tensor grad_ptrs = std::move(grad_ptrs_);
+  at::Tensor param_ptrs = std::move(param_ptrs_);
+  at::Tensor present = std::move(present_);
+  Found found = read_all();
+  if (!found.same_grads || !grad_ptrs.defined()) {
+    grad_ptrs = tensor_of(grad_addresses_, size(), pinned);
+  }
+  if (!found.same_params || !param_ptrs.defined()) {
+    param_ptrs = tensor_of(param_addresses_, size(), false);
+  }
+  if (!found.same_present || !present.defined()) present = tensor_of(bits_, num_bytes(), false);
+  grad_ptrs_ = grad_ptrs;
+  param_ptrs_ = param_ptrs;
+  present_ = present;
+  return {std::move(grad_ptrs), std::move(param_ptrs), std::move(present), std::move(found.odd),
+          std::move(found.changed)};
 }
 
 int64_t ParamScan::first_other(const pybind11::list& groups) const {
-  const auto num_params = static_cast<int64_t>(remembered_.size());
+  const int64_t num_params = size();
   int64_t i = 0;
   for (const auto& group : groups) {
     const auto items = pybind11::reinterpret_steal<pybind11::object>(
@@ -210,12 +284,12 @@ int64_t ParamScan::first_other(const pybind11::list& groups) const {
 ParamScan::Indices ParamScan::take(const Indices& indices, const at::Tensor& open,
                                    const at::Tensor& grad_ptrs, const at::Tensor& present,
                                    GradStore& store) const {
-  const auto num_params = static_cast<int64_t>(remembered_.size());
+  const int64_t num_params = size();
   check_table("take", "open", open, at::ScalarType::Bool, open.numel());
   TORCH_CHECK(open.numel() >= num_params, "ParamScan.take: expected open with at least ",
               num_params, " entries, got ", open.numel());
   check_table("take", "grad_ptrs", grad_ptrs, at::ScalarType::Long, num_params);
-  check_table("take", "present", present, at::ScalarType::Byte, (num_params + 7) / 8);
+  check_table("take", "present", present, at::ScalarType::Byte, num_bytes());
   auto* is_open = open.mutable_data_ptr<bool>();
   auto* addresses = grad_ptrs.mutable_data_ptr<int64_t>();
   auto* bits = present.mutable_data_ptr<uint8_t>();

@@ -63,7 +63,8 @@ enum RecordColumn {
   kRecordColumns
 };
 
-// Fields of the step status, float64, written by begin_step and read by the update.
+// Fields of the step status, float64, written by begin_step and read by the update. Behind them
+// begin_step copies the new scale state and the records of the ranks, for the host.
 enum StatusField {
   kStatusFound,  // 1 when a gradient is not finite and the step must change nothing
   kStatusNorm,   // 2-norm of the averaged, unscaled gradients, before clipping
@@ -85,6 +86,9 @@ enum ScaleField {
   kScaleExhausted,   // overflows that came while the scale was at its minimum
   kScaleFields
 };
+
+constexpr int64_t kStatusScaleState = kStatusFields;
+constexpr int64_t kStatusRecords = kStatusScaleState + kScaleFields;
 
 // Columns of the per-group hyperparameter table, float64.
 enum HyperColumn {

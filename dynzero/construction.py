@@ -177,6 +177,12 @@ def choose_spec(
 
 def follow_options(opt: ZeroOptimizer) -> ValueError | None:
     """Options may change between steps: keep state for them, or complain if no kernel has them."""
+    for g, group in enumerate(opt.param_groups):
+        if not opt._may_zero and group["absent"] != "skip":
+            return ValueError(
+                f"group {g}: absent: expected 'skip' as at construction, got "
+                f"{group['absent']!r}; set it when the optimizer is built"
+            )
     if opt._spec is None:
         return None
     spec, reason = fused_spec(opt._class, opt.param_groups)

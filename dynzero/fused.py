@@ -5,6 +5,7 @@ Also the test that a class is elementwise: only then may it run on pieces of a p
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from .lion import Lion
 from .ops import HYPER_COLUMNS, HYPER_FLAGS, OPTIMIZER_KINDS
 
+# Keys of a parameter group that are no options.
+MEMBERS = ("params", "param_names")
+
 
 @dataclass(frozen=True)
 class FusedSpec:
@@ -25,6 +29,36 @@ class FusedSpec:
     keys: tuple[str, ...]
     has_step: bool
     row: Callable[[dict[str, Any]], list[float]]
+
+
+# A value of one of these types is another object when it is another value.
+SETTLED = (int, float, bool, str, type(None), complex)
+
+
+class Seen:
+    """Tells whether options are what they were when last looked at; without reading tensors."""
+
+    def __init__(self) -> None:
+        self._values: list[Any] = []
+
+    def again(self, groups: list[dict[str, Any]]) -> bool:
+        """True if nothing in them can have changed since the last call."""
+        values = [value for group in groups for value in group.values()]
+        known, self._values = self._values, values
+        if len(known) == len(values) and all(map(operator.is_, known, values)):
+            return True
+        if not all(settled(v) for group in groups for k, v in group.items() if k not in MEMBERS):
+            self.forget()
+        return False
+
+    def forget(self) -> None:
+        self._values = []
+
+
+def settled(value: Any) -> bool:
+    if type(value) is tuple:
+        return all(settled(part) for part in value)
+    return type(value) in SETTLED
 
 
 def fused_spec(cls: type[Optimizer], groups: list[dict[str, Any]]) -> tuple[FusedSpec | None, str]:

@@ -83,11 +83,6 @@ class ScaleState:
     def value(self) -> Tensor:
         return self.tensor[SCALE_FIELDS["value"]]
 
-    @property
-    def factor(self) -> Tensor | None:
-        """A copy of the scale that gradients carry now, None without; a step changes the scale."""
-        return self.value.clone() if self.scaling else None
-
     def exhausted(self, overflows: int) -> RuntimeError | None:
         """A complaint if there were more overflows at the minimum than when last complained."""
         if overflows <= self._told:

@@ -30,30 +30,18 @@ def checked_limit(max_norm: float) -> float:
     return float(max_norm)
 
 
-def sums_in_place(opt: ZeroOptimizer, grads: Gradients) -> Tensor:
-    """One process: squares and flags of each `p.grad`, read where it lies. Returns the squares."""
-    size, device = opt._layout.size, opt._device
-    table = grads.plan.table
-    partials = torch.empty(table.own_chunks.numel(), dtype=torch.float64, device=device)
-    sumsq = torch.empty(size, dtype=torch.float64, device=device)
-    parts = zip(
-        grads.plan.buckets, grads.plan.own_chunks, grads.plan.by_bucket(partials), strict=True
-    )
-    for bucket, chunks, sums in parts:
-        ops.check_shard(table.rows, chunks, grads.ptrs, bucket.dtype, sums, grads.nonfinite)
-    ops.fold_sums(table.rows, partials, False, 1, sumsq)
-    return sumsq
-
-
 def records(opt: ZeroOptimizer, grads: Gradients) -> Tensor:
     """Every rank's sum of squares and first offender, float64 [world, columns]."""
     if grads.in_place:
-        grads.sumsq = sums_in_place(opt, grads)
+        compiled, scale = grads.plan.compiled, opt._scale.tensor
+        alone: Tensor = ops.summarize_in_place(compiled, grads.ptrs, scale)
+        return alone
+    assert opt._mover is not None
     record = torch.empty(len(RECORD_COLUMNS), dtype=torch.float64, device=opt._device)
     ops.summarize_shard(
         grads.plan.table.rows, grads.sumsq, grads.nonfinite, opt._scale.tensor, record
     )
-    return record.unsqueeze(0) if opt._mover is None else opt._mover.gather_rows(record)
+    return opt._mover.gather_rows(record)
 
 
 def total(opt: ZeroOptimizer, grads: Gradients | None, p: float) -> Tensor:

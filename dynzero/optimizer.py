@@ -13,9 +13,11 @@ from torch.optim import Optimizer
 from . import construction, norms, presence, reduction, state
 from .construction import Options
 from .discard import Discards
+from .fused import Seen
+from .hooks import hooked
 from .layout import build_layout
 from .loss_scale import ScaleState
-from .ops import STATUS_FIELDS, Range, ops
+from .ops import SCALE_FIELDS, STATUS_FIELDS, Range, ops
 from .plan import PlanCache, indices_of
 from .reduced import Gradients, Local, Reader, capturing, upload
 from .report import LastStep, Outcome, Outcomes
@@ -122,6 +124,7 @@ class ZeroOptimizer(Optimizer):
         self._plans = PlanCache()
         self._mean_over_present = construction.mean_over_present(self.param_groups, self._layout)
         self._window = Window(self._layout, self._device)
+        self._options_seen = Seen()
         self._touched = torch.zeros(self._layout.bit_bytes, dtype=torch.uint8)
         self._fingerprint = presence.Fingerprint()
         self._rounds: Rounds | None = None
@@ -140,6 +143,7 @@ class ZeroOptimizer(Optimizer):
 
     # The step.
 
+    @hooked
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce, check, update and gather. Collective: every rank must call it.
 
@@ -171,9 +175,9 @@ class ZeroOptimizer(Optimizer):
         if grads is None:
             self.last_step = LastStep(iteration, self._layout.names, None)
         else:
-            records = self._check(grads)
+            status = grads.status = self._check(grads)
             self._update_and_gather(grads)
-            outcome = Outcome(grads.status, self._scale.tensor, records)
+            outcome = Outcome(status, local.captured)
             self.last_step = LastStep(iteration, self._layout.names, outcome)
             self.last_step.present = grads.present
             if not outcome.captured:
@@ -185,7 +189,8 @@ class ZeroOptimizer(Optimizer):
         """Norm, non-finite flag, clip factor, step counts and loss scale, all on the device."""
         with Range("dynzero::check"):
             records = norms.records(self, grads)
-            grads.status = torch.empty(len(STATUS_FIELDS), dtype=torch.float64, device=self._device)
+            size = len(STATUS_FIELDS) + len(SCALE_FIELDS) + records.numel()
+            status = torch.empty(size, dtype=torch.float64, device=self._device)
             grads.clipping = self._options.max_grad_norm is not None
             ops.begin_step(
                 grads.plan.table.rows,
@@ -195,9 +200,9 @@ class ZeroOptimizer(Optimizer):
                 self._scale.options,
                 self._shard.steps,
                 self._scale.tensor,
-                grads.status,
+                status,
             )
-        return records
+        return status
 
     def _update_and_gather(self, grads: Gradients) -> None:
         self._reader.stage()
@@ -208,8 +213,7 @@ class ZeroOptimizer(Optimizer):
                 params = upload(grads.param_ptrs, self._device)
                 self._mover.update_and_gather(grads.plan, self._shard, grads, params)
             else:
-                for bucket in grads.plan.buckets:
-                    self._shard.update(grads.plan, bucket, grads, None)
+                self._shard.update_whole(grads.plan, grads)
         self._reader.unstage()
 
     def _end_window(self) -> None:

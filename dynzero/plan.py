@@ -92,6 +92,20 @@ class Plan:
         """Room for the pieces of all its parameters."""
         return rooms_of(self.layout, self.active)
 
+    @cached_property
+    def _streams(self) -> set[int]:
+        return set()
+
+    def outlive_stream(self) -> Plan:
+        """It may be dropped while kernels on a stream that has not allocated it still read it."""
+        rows = self.table.rows
+        if rows.is_cuda:
+            stream = torch._C._cuda_getCurrentRawStream(rows.get_device())
+            if stream not in self._streams:
+                self._streams.add(stream)
+                rows.record_stream(torch.cuda.current_stream(rows.device))
+        return self
+
     def to(self, device: torch.device) -> Plan:
         return replace(self, table=self.table.to(device))
 
@@ -107,6 +121,7 @@ class PlanCache:
         self.most, self.most_bytes = most, most_bytes
         self._plans: dict[Hashable, Plan] = {}
         self._bytes = 0
+        self._latest: tuple[Tensor, Plan] | None = None
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -114,12 +129,17 @@ class PlanCache:
     def get(self, key: Hashable) -> Plan | None:
         plan = self._plans.pop(key, None)
         if plan is not None:
-            self._plans[key] = plan  # the last one to go
-            if plan.table.rows.is_cuda:
-                # It may be dropped while kernels on a stream that has not allocated it still read.
-                rows = plan.table.rows
-                rows.record_stream(torch.cuda.current_stream(rows.device))
+            self._plans[key] = plan.outlive_stream()  # the last one to go
         return plan
+
+    def latest(self, bits: Tensor) -> Plan | None:
+        """The plan of the last `keep`, if that was for this tensor, and not just an equal one."""
+        if self._latest is None or self._latest[0] is not bits:
+            return None
+        return self._latest[1].outlive_stream()
+
+    def keep(self, bits: Tensor, plan: Plan) -> None:
+        self._latest = bits, plan
 
     def put(self, key: Hashable, plan: Plan) -> None:
         """The newest plan always stays."""
@@ -132,6 +152,7 @@ class PlanCache:
     def clear(self) -> None:
         self._plans.clear()
         self._bytes = 0
+        self._latest = None
 
 
 def make_plan(

@@ -16,7 +16,7 @@ from . import construction, norms, reduction, state
 from .discard import drop_window, lost, settle
 from .ops import Range
 from .plan import bit_mask
-from .reduced import Local, capturing
+from .reduced import Local
 from .rounds import Pass, Waitable
 from .transports.control import (
     COMPLAINT,
@@ -90,14 +90,11 @@ def read(opt: ZeroOptimizer) -> tuple[Local, Exception | None]:
             "their gradients; use that one, or build each over parameters of its own"
         )
     if complaint is None:
-        complaint = replaced(opt) or construction.follow_options(opt)
-    if complaint is None and not opt._may_zero:
-        for g, group in enumerate(opt.param_groups):
-            if group["absent"] != "skip":
-                complaint = ValueError(
-                    f"group {g}: absent: expected 'skip' as at construction, got "
-                    f"{group['absent']!r}; set it when the optimizer is built"
-                )
+        complaint = replaced(opt)
+    if complaint is None and not opt._options_seen.again(opt.param_groups):
+        complaint = construction.follow_options(opt)
+        if complaint is not None:
+            opt._options_seen.forget()
     return local, complaint
 
 
@@ -122,7 +119,7 @@ def agree(
         if opt._rounds is not None:
             opt._rounds.finish()
         local, complaint = read(opt)
-        if not capturing(opt._device):
+        if not local.captured:
             opt._outcomes.poll()
         complaint = complaint or opt._scale.exhausted(opt._outcomes.exhausted)
         bits = message_bits(opt, local.bits)
@@ -130,6 +127,8 @@ def agree(
             if not known.any_at(Action.ROUND):
                 return local, known
             take_part(opt, known)
+        if opt._control.world == 1:
+            return local, alone(opt, action, complaint, bits)
         while True:
             mine = message(opt, action, complaint, detail)
             if opt._discards.lost:
@@ -145,6 +144,16 @@ def agree(
             if not others_reduce:
                 return local, agreed
             take_part(opt, agreed)
+
+
+def alone(opt: ZeroOptimizer, action: Action, complaint: Exception | None, bits: Tensor) -> Agreed:
+    """One process has nobody to ask."""
+    if complaint is not None:
+        raise complaint
+    agreed = Agreed([], bits.unsqueeze(0))
+    if opt._repeated is not None:
+        opt._repeated.note(opt, action, agreed)
+    return agreed
 
 
 def recalled(

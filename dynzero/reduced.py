@@ -14,23 +14,26 @@ from torch import Tensor
 
 from ._build import load_extension
 from .layout import Layout, dense_strides, flat_copy, flat_view, is_dense, shard_dtype
+from .loss_scale import ScaleState
+from .ops import STATUS_FIELDS
 from .plan import Bucket, Plan
 from .transports.collective import Collective
 
 
 @dataclass
 class Local:
-    """This rank's gradients. ptrs: int64 [2, params] on the CPU: gradients, parameters.
+    """This rank's gradients. ptrs: on the CPU, int64 [params]: of gradients, of parameters.
 
-    bits: uint8 presence. table: int64 [3, params], zeros and then `ptrs`. `own` holds, by parameter
-    index, regular copies of gradients that a kernel cannot read where they lie; `taken` (a
-    GradStore) those that have been taken out of the parameters.
+    bits: uint8 presence. With one process all three are those of the last time where they have not
+    changed, and may not be written to. `own` holds, by parameter index, regular copies of gradients
+    that a kernel cannot read where they lie; `taken` (a GradStore) those that have been taken out
+    of the parameters. captured: they were read while a CUDA graph was being captured.
     """
 
-    ptrs: Tensor
+    ptrs: list[Tensor]
     bits: Tensor
     own: dict[int, Tensor] = field(default_factory=dict)
-    table: Tensor | None = None
+    captured: bool = False
     taken: Any = field(default_factory=load_extension().GradStore)
 
     def feed(self, reduction: Any, plan: Plan, collective: Collective) -> Iterator[Any]:
@@ -44,7 +47,7 @@ class Local:
 
     def drop(self) -> None:
         """Forget the gradients: take part in a round with nothing."""
-        self.ptrs[0].zero_()
+        self.ptrs[0].zero_()  # there are other ranks, so this is our own
         self.bits = torch.zeros_like(self.bits)
         self.own = {}
         self.taken.clear()
@@ -61,41 +64,38 @@ class Reader:
 
     def read(self) -> tuple[Local, Exception | None]:
         """What is there now, and a complaint if a parameter is not what it was."""
-        table, bits, odd, changed = self.scan.snapshot(
-            self.device.type == "cuda" and not capturing(self.device)
-        )
-        ptrs = table[1:]
-        local = Local(ptrs, bits, table=table)
+        captured = capturing(self.device)
+        pinned = self.device.type == "cuda" and not captured
+        grads, params, bits, odd, changed = self.scan.snapshot(pinned)
+        local = Local([grads, params], bits, captured=captured)
+        if odd or self.layout.world > 1:
+            local.ptrs[0] = torch.empty_like(grads, pin_memory=pinned).copy_(grads)
+            local.bits = bits.clone()
         if changed:
             return local, self.complaint(changed[0])
         for i in odd:
             self.make_regular(local, i, self.params[i].grad)
+        if self.staged:
+            local.ptrs[1] = params.clone()
         for i, stand_in in self.staged.items():
-            ptrs[1, i] = stand_in.data_ptr()
+            local.ptrs[1][i] = stand_in.data_ptr()
         return local, None
 
-    def upload(self, local: Local) -> tuple[Tensor, Tensor]:
-        """What a check of gradients in place needs: (addresses, flags of zero), by one copy.
+    def upload(self, local: Local) -> Tensor:
+        """Addresses of gradients in place, on the device.
 
-        Addresses that have not changed are there already, so that a captured step copies nothing
-        that a replay would read too late.
+        Those that have not changed are there already, so that a captured step copies nothing that a
+        replay would read too late.
         """
-        if self._uploaded is None or not torch.equal(self._uploaded[0], local.ptrs[0]):
-            if capturing(self.device):
+        host = local.ptrs[0]
+        if self._uploaded is None or not same(self._uploaded[0], host):
+            if local.captured:
                 raise RuntimeError(
                     "step() in a CUDA graph: gradients are not where the step before the capture "
                     "found them; keep them there with zero_grad(set_to_none=False)"
                 )
-            return self.upload_anew(local)
-        flags = torch.zeros(self.layout.size, dtype=torch.int32, device=self.device)
-        return self._uploaded[1], flags
-
-    def upload_anew(self, local: Local) -> tuple[Tensor, Tensor]:
-        """upload() of addresses that have changed."""
-        assert local.table is not None
-        zeros, ptrs = upload(local.table[:2], self.device).unbind()
-        self._uploaded = local.ptrs[0], ptrs
-        return ptrs, zeros.view(torch.int32)[: self.layout.size]
+            self._uploaded = host, upload(host, self.device)
+        return self._uploaded[1]
 
     def complaint(self, i: int) -> ValueError:
         p = self.params[i]
@@ -118,7 +118,7 @@ class Reader:
         """Keep a copy that the kernels can read."""
         assert grad is not None
         local.own[i] = regular_grad(self.params[i], grad)
-        local.ptrs[0, i] = local.own[i].data_ptr()
+        local.ptrs[0][i] = local.own[i].data_ptr()
 
     def take(self, local: Local, indices: Sequence[int], still_open: Tensor) -> None:
         """Move gradients into `local`, until they are packed.
@@ -130,12 +130,13 @@ class Reader:
 
     def fill_zeros(self, local: Local, indices: Tensor) -> None:
         """Give zero gradients to parameters that have none; one stretch of zeros serves all."""
+        local.ptrs[0] = local.ptrs[0].clone()
         for dtype in {self.layout.dtypes[i] for i in indices.tolist()}:
             some = [i for i in indices.tolist() if self.layout.dtypes[i] == dtype]
             zeros = self.zeros(max(int(self.layout.numel[i]) for i in some), dtype)
             for i in some:
                 local.own[i] = zeros[: int(self.layout.numel[i])]
-                local.ptrs[0, i] = zeros.data_ptr()
+                local.ptrs[0][i] = zeros.data_ptr()
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=self.device)
@@ -150,6 +151,11 @@ class Reader:
             p = self.params[i].detach()
             real = torch.view_as_real(p) if p.is_complex() else p
             real.copy_(stand_in.view(real.shape))
+
+
+def same(before: Tensor, now: Tensor) -> bool:
+    """If two tensors on the CPU hold the same; in most steps they are the same object."""
+    return before is now or torch.equal(before, now)
 
 
 def capturing(device: torch.device) -> bool:
@@ -186,14 +192,26 @@ class Gradients:
     reader: Reader
     present: Tensor  # uint8 bits: parameters with a gradient on any rank
     own: Tensor  # int64 [params]: elements behind each pointer
-    scale: Tensor | None = None  # loss scale on the device, None without scaling
+    scaling: ScaleState
     sumsq: Tensor | None = None  # float64 [params], of reduced pieces
     nonfinite: Tensor | None = None  # int32 [params]
-    status: Tensor = field(default_factory=lambda: torch.empty(0))
+    status: Tensor | None = None  # once the step has begun, see begin_step
     clipping: bool = False
 
     def dtype(self, bucket: Bucket) -> torch.dtype:
         return bucket.dtype if self.in_place else shard_dtype(bucket.dtype)
+
+    @property
+    def scale(self) -> Tensor | None:
+        """Loss scale that they carry, on the device; None without scaling. A step changes it."""
+        if not self.scaling.scaling:
+            return None
+        return self.scaling.value if self.status is None else self.decided("scale")
+
+    def decided(self, field: str) -> Tensor:
+        """What begin_step has decided, on the device, 0-dim."""
+        assert self.status is not None
+        return self.status[STATUS_FIELDS[field]]
 
     def piece(self, i: int) -> Tensor:
         """This rank's summed gradient piece of parameter i, 1-D."""
@@ -213,8 +231,9 @@ class Gradients:
         grad = self.piece(i)
         grad = grad.to(shard_dtype(grad.dtype))
         divisor = self.plan.divisors[i]
-        if self.scale is not None:
-            return grad / (self.scale * divisor).to(grad.dtype)
+        scale = self.scale
+        if scale is not None:
+            return grad / (scale * divisor).to(grad.dtype)
         return grad if divisor == 1 else grad / divisor
 
 

@@ -73,15 +73,16 @@ def reduce(
     closing: the step's own call, where parameters of absent="zero" groups join with zeros.
     only: just this parameter (its index); stage 2, which keeps what it reduces, takes all.
     """
+    if opt._mover is None:
+        eligible = agreed.bits[0, opt._layout.bit_bytes :] if closing and opt._may_zero else None
+        return gradients_in_place(opt, local, eligible, only)
     size = opt._layout.bit_bytes
     present, eligible = agreed.bits[:, :size], union(agreed.bits[:, size:])
     if only is not None and opt._rounds is None:
         present = present & bit_mask([only], opt._layout.size)
-    opt._touched |= local.bits
     if opt._rounds is not None:
+        opt._touched |= local.bits
         opt._window.had |= local.bits
-    if opt._mover is None:
-        return gradients_in_place(opt, local, present, eligible if closing else None)
     window = opt._window if opt._rounds is not None else Window(opt._layout, opt._device)
     now = union(present)
     if closing and eligible.numel():
@@ -98,22 +99,27 @@ def reduce(
 
 
 def gradients_in_place(
-    opt: ZeroOptimizer, local: Local, present: Tensor, eligible: Tensor | None
+    opt: ZeroOptimizer, local: Local, eligible: Tensor | None, only: int | None
 ) -> Gradients | None:
-    bits = present[0]
+    """One process: what it has is what there is."""
+    bits = local.bits
+    if only is not None:
+        bits = bits & bit_mask([only], opt._layout.size)
     active = bits
-    if eligible is not None and eligible.numel():
+    if eligible is not None:
         opt._reader.fill_zeros(local, indices_of(eligible & ~bits, opt._layout.size))
         bits = bits | eligible
-    plan = plan_of(opt, bits, present, whole=True)
+    plan = opt._plans.latest(bits)
     if plan is None:
-        return None
-    host_ptrs, param_ptrs = local.ptrs.unbind()
-    ptrs, nonfinite = opt._reader.upload(local)
+        plan = plan_of(opt, bits, None, whole=True)
+        if plan is None:
+            return None
+        opt._plans.keep(bits, plan)
+    host_ptrs, param_ptrs = local.ptrs
     return Gradients(
         plan=plan, layout=opt._layout, host_ptrs=host_ptrs, param_ptrs=param_ptrs,
-        ptrs=ptrs, buffers=[], in_place=True, local=local, reader=opt._reader, present=active,
-        own=opt._layout.numel, scale=opt._scale.factor, nonfinite=nonfinite,
+        ptrs=opt._reader.upload(local), buffers=[], in_place=True, local=local,
+        reader=opt._reader, present=active, own=opt._layout.numel, scaling=opt._scale,
     )  # fmt: skip
 
 
@@ -126,6 +132,6 @@ def gradients_of(opt: ZeroOptimizer, plan: Plan, local: Local, window: Window) -
     return Gradients(
         plan=plan, layout=opt._layout, host_ptrs=ptrs, param_ptrs=local.ptrs[1],
         ptrs=upload(ptrs, opt._device), buffers=buffers, in_place=False, local=local,
-        reader=opt._reader, present=union(window.present), own=own, scale=opt._scale.factor,
+        reader=opt._reader, present=union(window.present), own=own, scaling=opt._scale,
         sumsq=window.sumsq, nonfinite=window.nonfinite,
     )  # fmt: skip

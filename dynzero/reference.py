@@ -180,12 +180,14 @@ def begin_step(
         "rank": float(rank),
         "kind": kind,
     }
-    status.copy_(torch.tensor([values[name] for name in STATUS_FIELDS], dtype=torch.float64))
     if not found:
         steps[rows[:, COLUMNS["param"]]] += 1
     state = dict(zip(SCALE_FIELDS, scale_state.tolist(), strict=True))
     advance_scale(state, found, scale_options)
     scale_state.copy_(torch.tensor([state[name] for name in SCALE_FIELDS], dtype=torch.float64))
+    fields = [values[name] for name in STATUS_FIELDS]
+    told = [*fields, *scale_state.tolist(), *records.flatten().tolist()]
+    status.copy_(torch.tensor(told, dtype=torch.float64))
 
 
 def advance_scale(state: dict[str, float], found: bool, options: list[float]) -> None:
@@ -225,7 +227,7 @@ def update_shard(
     steps: Tensor,
     status: Tensor,
 ) -> None:
-    values = dict(zip(STATUS_FIELDS, status.tolist(), strict=True))
+    values = dict(zip(STATUS_FIELDS, status.tolist(), strict=False))
     if values["found"]:
         return
     for row in rows_of(rows, own_chunks):

@@ -9,50 +9,42 @@ import logging
 from collections import deque
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
+from ._build import load_extension
 from .ops import RECORD_COLUMNS, SCALE_FIELDS, STATUS_FIELDS
 from .plan import indices_of
-from .reduced import capturing
 
+_C = load_extension()
 logger = logging.getLogger("dynzero")
 KINDS = {1: "inf", 2: "nan", 3: "nan"}
 
 
-class Readback:
-    """Device numbers on their way to the host: only `numbers` waits, for their copy alone."""
+class Outcome:
+    """What one step decided: status, loss scale after it, and the record of each rank.
 
-    def __init__(self, numbers: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._numbers = numbers
+    status: as begin_step leaves it. It starts on its way to the host; only `numbers` waits, for the
+    copy alone. captured: in a CUDA graph it stays on the device, where each replay writes it anew.
+    """
+
+    def __init__(self, status: Tensor, captured: bool) -> None:
+        self.captured = captured
+        self._status, self._copy = status, _C.Readback(status, captured)
         self._read: list[float] | None = None
-        # In a CUDA graph they stay on the device: each replay writes them anew.
-        self.captured = capturing(numbers.device)
-        if numbers.is_cuda and not self.captured:
-            pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._numbers = pinned.copy_(numbers, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(numbers.device))
 
     def ready(self) -> bool:
-        return self._event is None or self._event.query()
+        return bool(self._copy.ready())
+
+    @property
+    def found(self) -> Tensor:
+        """Above 0 if the step was skipped for a non-finite gradient; on the device, 0-dim."""
+        return self._status[STATUS_FIELDS["found"]]
 
     @property
     def numbers(self) -> list[float]:
         if self._read is None or self.captured:
-            if self._event is not None and not self._event.query():
-                self._event.synchronize()
-            self._read = self._numbers.tolist()
+            self._read = self._copy.numbers()
         return self._read
-
-
-class Outcome(Readback):
-    """What one step decided: status, loss scale after it, and the record of each rank."""
-
-    def __init__(self, status: Tensor, scale_state: Tensor, records: Tensor) -> None:
-        super().__init__(torch.cat([status, scale_state, records.flatten()]))
-        self.found = status[STATUS_FIELDS["found"]]
 
     @property
     def status(self) -> dict[str, float]:
@@ -158,7 +150,8 @@ class Outcomes:
             if not step.outcome.ready():
                 return
             self._queue.popleft()
-            scale = step.outcome.scale
-            self.exhausted = int(scale["exhausted"])
-            if not step.stepped:
-                logger.warning("%s; loss scale is now %g", step.blame(), scale["value"])
+            numbers = step.outcome.numbers
+            self.exhausted = int(numbers[len(STATUS_FIELDS) + SCALE_FIELDS["exhausted"]])
+            if numbers[STATUS_FIELDS["found"]]:
+                scale = step.outcome.scale["value"]
+                logger.warning("%s; loss scale is now %g", step.blame(), scale)

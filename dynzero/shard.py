@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .fused import FusedSpec
+from .fused import MEMBERS, FusedSpec, Seen
 from .layout import Layout, flat_view, shard_dtype
-from .ops import HYPER_COLUMNS, STATE_POINTERS, STATUS_FIELDS, ops
+from .ops import HYPER_COLUMNS, STATE_POINTERS, ops
 from .plan import Bucket, Plan
-from .reduced import Gradients, upload
+from .reduced import Gradients, same, upload
 
 # Keys of a parameter group that are ours or torch's bookkeeping, not the optimizer's options.
-NOT_OPTIONS = ("params", "param_names", "absent", "average")
+NOT_OPTIONS = (*MEMBERS, "absent", "average")
 # Slices of one allocation start at multiples of 16 bytes.
 ALIGN = 4
 
@@ -38,6 +38,7 @@ class Shard:
         self.masters: dict[int, Tensor] = {}
         self.live: set[int] = set()
         self._is_live = torch.zeros(layout.size, dtype=torch.bool)  # the same, by index
+        self._ensured: Tensor | None = None  # `active` of the last step
         self.relayout(layout)
         self.steps = torch.zeros(layout.size, dtype=torch.float32, device=device)
 
@@ -61,10 +62,12 @@ class Shard:
 
     def ensure(self, active: Tensor, groups: list[dict[str, Any]]) -> None:
         """Create masters and state of the parameters that are active for the first time."""
-        fresh = ~self._is_live[active]
-        if not fresh.any():
+        if active is self._ensured or len(self.live) == self.layout.size:
             return
-        new = active[fresh].tolist()
+        self._ensured = active
+        new = active[~self._is_live[active]].tolist()
+        if not new:
+            return
         self._now_live(new)
         half = [i for i in new if self.layout.dtypes[i].itemsize == 2]
         for i, master in self.allocate(half).items():
@@ -97,6 +100,11 @@ class Shard:
         """Update the bucket's own pieces; new values also go to `out` [stride], if given."""
         raise NotImplementedError
 
+    def update_whole(self, plan: Plan, grads: Gradients) -> None:
+        """Update all buckets where nothing is sharded."""
+        for bucket in plan.buckets:
+            self.update(plan, bucket, grads, None)
+
     def update_and_gather(
         self, plan: Plan, grads: Gradients, gathering: Any, most_in_flight: int
     ) -> None:
@@ -124,6 +132,7 @@ class Shard:
         self.masters.clear()
         self.live.clear()
         self._is_live.zero_()
+        self._ensured = None
         self.steps.zero_()
 
     def restore_master(self, i: int, master: Tensor | None) -> None:
@@ -147,7 +156,9 @@ class FusedShard(Shard):
         self.spec = spec
         self.state: dict[str, dict[int, Tensor]] = {key: {} for key in spec.keys}
         self._hyper_rows: list[list[float]] = []
+        self._options_seen = Seen()
         self._table_is_old = True
+        self._pointed: Tensor  # param_ptrs that the table was made from
         super().__init__(params, layout, device, whole)
 
     def relayout(self, layout: Layout) -> None:
@@ -181,13 +192,17 @@ class FusedShard(Shard):
             self._table[STATE_POINTERS[name], i] = 0 if tensor is None else tensor.data_ptr()
 
     def begin(self, plan: Plan, grads: Gradients, groups: list[dict[str, Any]]) -> None:
-        own_ptrs = grads.param_ptrs + self._offset_bytes
-        if self._table_is_old or not torch.equal(self._table[0], own_ptrs):
-            self._table[0] = own_ptrs
+        if self._table_is_old or not same(self._pointed, grads.param_ptrs):
+            torch.add(grads.param_ptrs, self._offset_bytes, out=self._table[0])
             self._device_table = upload(self._table, self.device)
             self._table_is_old = False
+        self._pointed = grads.param_ptrs
         if self.spec.keys == ("momentum_buffer",):
             self._forget_first_steps(groups)
+        if not self._options_seen.again(groups):
+            self._follow_options(groups)
+
+    def _follow_options(self, groups: list[dict[str, Any]]) -> None:
         rows = [self.spec.row(group) for group in groups]
         if rows != self._hyper_rows:
             self._hyper = upload(torch.tensor(rows, dtype=torch.float64), self.device)
@@ -220,6 +235,15 @@ class FusedShard(Shard):
             self.steps,
             grads.status,
         )
+
+    def update_whole(self, plan: Plan, grads: Gradients) -> None:
+        if not grads.in_place:
+            super().update_whole(plan, grads)
+            return
+        ops.update_in_place(
+            plan.compiled, self.spec.kind, grads.ptrs, self._device_table, self._hyper, self.steps,
+            grads.status,
+        )  # fmt: skip
 
     def update_and_gather(
         self, plan: Plan, grads: Gradients, gathering: Any, most_in_flight: int
@@ -256,6 +280,7 @@ class FusedShard(Shard):
         for pieces in self.state.values():
             pieces.clear()
         self._table.zero_()
+        self._table_is_old = True
 
 
 class TorchShard(Shard):
@@ -306,11 +331,11 @@ class TorchShard(Shard):
         ]
 
     def begin(self, plan: Plan, grads: Gradients, groups: list[dict[str, Any]]) -> None:
-        self.stepped = not (self.check_finite and bool(grads.status[STATUS_FIELDS["found"]]))
+        self.stepped = not (self.check_finite and bool(grads.decided("found")))
         if not self.stepped:
             return
         active = sorted(plan.indices)
-        clip = grads.status[STATUS_FIELDS["clip"]] if grads.clipping else None
+        clip = grads.decided("clip") if grads.clipping else None
         for i in active:
             self._refresh(i)
             grad = grads.averaged(i)

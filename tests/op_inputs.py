@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dynzero.ops import NONFINITE_BITS, STATUS_FIELDS
+from dynzero.ops import NONFINITE_BITS, RECORD_COLUMNS, SCALE_FIELDS, STATUS_FIELDS
 from dynzero.table import CHUNK, COLUMNS, Table, make_table
 
 VECTOR = 8  # elements of 16 bits in a 16-byte access
@@ -91,10 +91,13 @@ def pack_bits(present: list[list[bool]], device: str) -> Tensor:
     return out.to(device)
 
 
-def make_status(device: str, **fields: float) -> Tensor:
+def make_status(device: str, world: int = 0, **fields: float) -> Tensor:
+    """world: ranks for whose records, and for the scale, there is room behind the fields."""
     values = {name: 0.0 for name in STATUS_FIELDS} | {"clip": 1.0, "scale": 1.0, "param": -1.0}
     values |= fields
-    return torch.tensor([values[n] for n in STATUS_FIELDS], dtype=torch.float64, device=device)
+    room = [0.0] * (len(SCALE_FIELDS) + world * len(RECORD_COLUMNS)) if world else []
+    numbers = [*(values[n] for n in STATUS_FIELDS), *room]
+    return torch.tensor(numbers, dtype=torch.float64, device=device)
 
 
 def assert_sums_close(ours: Tensor, expected: Tensor) -> None:

@@ -71,13 +71,18 @@ def begin(records, device, *, max_norm=0.0, check_finite=True, options=(), state
     for function in (ops.begin_step, reference.begin_step):
         steps = torch.tensor([5.0, 6.0, 7.0], device=device)
         scale = scale_state(device) if state is None else state.clone()
-        status = torch.full((len(STATUS_FIELDS),), math.nan, dtype=torch.float64, device=device)
+        size = len(STATUS_FIELDS) + len(SCALE_FIELDS) + records.numel()
+        status = torch.full((size,), math.nan, dtype=torch.float64, device=device)
         function(rows, records, max_norm, check_finite, list(options), steps, scale, status)
         results.append((status, steps, scale))
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-15, atol=0, equal_nan=True)
     status, steps, scale = results[0]
-    return named(STATUS_FIELDS, status), steps.tolist(), named(SCALE_FIELDS, scale)
+    fields, told = status.split([len(STATUS_FIELDS), status.numel() - len(STATUS_FIELDS)])
+    assert told.tolist() == pytest.approx(
+        [*scale.tolist(), *records.flatten().tolist()], nan_ok=True
+    )
+    return named(STATUS_FIELDS, fields), steps.tolist(), named(SCALE_FIELDS, scale)
 
 
 def test_begin_step_counts_only_the_active(device):

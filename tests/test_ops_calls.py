@@ -60,7 +60,7 @@ def arguments(op, device, numels=(5, CHUNK + 1), world=2):
         "out": None,
         "hyper": zeros(1, len(HYPER_COLUMNS)) + 0.5,
         "steps": zeros(n, dtype=torch.float32) + 1,
-        "status": make_status(device),
+        "status": make_status(device, world if op == "begin_step" else 0),
     }
     names = [word.split()[-1] for word in SCHEMAS[op].split(", ")]
     return {name: everything[name] for name in names}
@@ -126,7 +126,8 @@ def test_every_op_checks_every_tensor(device, op):
         ("begin_step", {"scale_options": [1.0]}, "expected scale_options with 0 or 5 entries"),
         ("update_shard", {"kind": 3}, "expected kind 0 .*, got 3"),
         ("update_shard", {"grad_dtype": torch.float16}, "expected grad_dtype of dtype float32"),
-        ("unpack_params", {"status": torch.zeros(2).double()}, "expected status with 7 entries"),
+        ("unpack_params", {"status": torch.zeros(2).double()}, "expected status with at least 7"),
+        ("begin_step", {"status": torch.zeros(7).double()}, "expected status with 21 entries"),
     ],
 )
 def test_wrong_arguments_are_named(op, change, message):

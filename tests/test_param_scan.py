@@ -13,10 +13,8 @@ from dynzero._C import ParamScan
 def scan(params: list[Tensor], scanner: ParamScan | None = None):
     """Returns (grad addresses, parameter addresses, presence bits, odd, changed)."""
     n = len(params)
-    grads = torch.full((n,), -1, dtype=torch.int64)
-    addresses = torch.full((n,), -1, dtype=torch.int64)
-    bits = torch.full((-(-n // 8),), 255, dtype=torch.uint8)
-    odd, changed = (scanner or ParamScan(params)).read(grads, addresses, bits)
+    grads, addresses, bits, odd, changed = (scanner or ParamScan(params)).snapshot(pinned=False)
+    assert grads.numel() == addresses.numel() == n and bits.numel() == -(-n // 8)
     present = [bool(bits[i // 8] >> i % 8 & 1) for i in range(n)]
     spare = [bool(bits[i // 8] >> i % 8 & 1) for i in range(n, 8 * bits.numel())]
     assert not any(spare)
@@ -186,15 +184,66 @@ def test_param_scan_refuses_what_is_not_a_tensor():
         ParamScan(7)
 
 
-@pytest.mark.parametrize("wrong", ["grad_ptrs", "param_ptrs", "present"])
-def test_param_scan_checks_its_tables(wrong):
-    tables = {
-        "grad_ptrs": torch.zeros(9, dtype=torch.int64),
-        "param_ptrs": torch.zeros(9, dtype=torch.int64),
-        "present": torch.zeros(2, dtype=torch.uint8),
-    }
-    scanner = ParamScan([Parameter(torch.zeros(2)) for _ in range(9)])
-    scanner.read(**tables)
-    for table in (tables[wrong][:1], tables[wrong].float()):
-        with pytest.raises(RuntimeError, match=rf"ParamScan.read: expected {wrong} contiguous"):
-            scanner.read(**(tables | {wrong: table}))
+@pytest.mark.parametrize("n", [40, 5000])  # below and above where threads share the work
+def test_param_scan_gives_the_same_tensors_until_something_changes(n):
+    params = [with_grad(torch.zeros(2), torch.ones(2)) for _ in range(n)]
+    scanner = ParamScan(params)
+    last = None
+
+    def which_are_new():
+        nonlocal last
+        before, last = last, scanner.snapshot(pinned=False)[:3]
+        for tensor, fresh in zip(last, ParamScan(params).snapshot(pinned=False)[:3], strict=True):
+            assert torch.equal(tensor, fresh)
+        return [
+            before is None or now is not then
+            for now, then in zip(last, before or last, strict=True)
+        ]
+
+    assert which_are_new() == [True, True, True]
+    assert which_are_new() == [False, False, False]
+    kept = [tensor.clone() for tensor in last]
+    held, params[n - 2].grad = params[n - 2].grad, torch.ones(2)
+    old = last
+    assert which_are_new() == [True, False, False]
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(old, kept, strict=True))
+    params[n - 2].grad = held
+    assert which_are_new() == [True, False, False]
+    params[n - 3].grad = None
+    assert which_are_new() == [True, False, True]
+    params[1].data = torch.zeros(2)
+    assert which_are_new() == [False, True, False]
+    assert which_are_new() == [False, False, False]
+
+
+def test_param_scan_is_right_after_an_error():
+    """An address found before the error is not taken for one that has been handed out."""
+    params = [with_grad(torch.zeros(2), torch.ones(2)) for _ in range(3)]
+    scanner = ParamScan(params)
+    scan(params, scanner)
+    params[0].grad = torch.ones(2)
+    torch._C._set_throw_on_mutable_data_ptr(params[2])
+    with pytest.raises(RuntimeError, match="data pointer"):
+        scan(params, scanner)
+    params[2].data = torch.zeros(2)
+    assert scan(params, scanner)[0] == [p.grad.data_ptr() for p in params]
+
+
+@pytest.mark.parametrize("n", [3, 5000])
+def test_param_scan_materialises_lazy_clones(n):
+    params = [Parameter(torch._lazy_clone(torch.zeros(2))) for _ in range(n)]
+    addresses = scan(params)[1]
+    assert not any(torch._C._is_cow_tensor(p) for p in params)
+    assert addresses == [p.data_ptr() for p in params]
+
+
+def test_param_scan_in_threads_keeps_the_order():
+    params = [with_grad(torch.zeros(4, 4), torch.ones(4, 4)) for _ in range(9000)]
+    scanner = ParamScan(params)
+    odd, changed = [5, 4000, 8999], [0, 6000]
+    for i in odd:
+        params[i].grad = torch.ones(4, 4).t()
+    for i in changed:
+        params[i].grad = None
+        params[i].data = torch.zeros(2)
+    assert scan(params, scanner)[3:] == (odd, changed)
