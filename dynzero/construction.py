@@ -45,6 +45,7 @@ class Options:
     fused: bool | None
     sync_params: bool
     presence: str
+    gather: str
 
     def check(self) -> None:
         """Raise ValueError for the first argument that is not one of those allowed."""
@@ -64,6 +65,7 @@ class Options:
             "fused": (self.fused in (None, True, False), "None, True or False"),
             "sync_params": (isinstance(self.sync_params, bool), "True or False"),
             "presence": (self.presence in ("exact", "static"), "'exact' or 'static'"),
+            "gather": (self.gather in ("eager", "lazy"), "'eager' or 'lazy'"),
         }
         for name, (fine, expected) in rules.items():
             if not fine:
@@ -240,7 +242,7 @@ def describe(opt: ZeroOptimizer) -> list[str]:
         f"max_grad_norm {o.max_grad_norm}, check_finite {o.check_finite}, fused {o.fused}",
         f"loss_scale {o.loss_scale}",
         f"wire_dtype {o.wire_dtype}, bucket_bytes {o.bucket_bytes}, transport {o.transport}",
-        f"sync_params {o.sync_params}",
+        f"sync_params {o.sync_params}, gather {o.gather}",
         f"device type {opt._device.type}",
         f"{len(opt.param_groups)} parameter groups",
         f"{opt._layout.size} parameters",
@@ -410,6 +412,8 @@ def commit_group(
     opt._shard.staged = opt._reader.staged
     if opt._rounds is not None:
         opt._rounds.watch(new)
+    if opt._arrivals is not None:
+        opt._arrivals.watch(new)
     if opt._mover is not None:
         opt._mover.layout = layout
         collective, copy = opt._mover.collective, opt._options.sync_params

@@ -44,7 +44,8 @@ class MemoryEstimate:
     Kept between steps: `masters` (float32 copies of 16-bit parameters), `moments` (optimizer
     state), `tables` (pointers, counters, plan; stand-ins for parameters whose memory has gaps).
     On top at the fullest moment, when a backward pass has ended or in step(): `gradients` (what
-    `p.grad` holds), `reduced` (gradients summed over ranks), `buckets` (what is travelling).
+    `p.grad` holds), `reduced` (gradients summed over ranks), `buckets` (what is travelling; with
+    gather="lazy" it stays until the next forward has received it).
     """
 
     masters: int
@@ -253,7 +254,8 @@ def moments_of_step(setup: Setup) -> Iterator[Moment]:
     yield Moment(local, reduced, averaged_bytes(setup))
     if setup.options.stage != 0:
         values = [layout.world * b.stride * b.dtype.itemsize for b in plan.buckets]
-        yield Moment(local, reduced, fullest_run(values))
+        stay = sum(values) if setup.options.gather == "lazy" else fullest_run(values)
+        yield Moment(local, reduced, stay)
 
 
 def fullest_run(sizes: list[int]) -> int:

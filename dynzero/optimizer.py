@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from . import construction, norms, presence, reduction, state
+from . import construction, lazy, norms, presence, reduction, state
 from .construction import Options
 from .discard import Discards
 from .fused import Seen
@@ -47,6 +48,9 @@ class ZeroOptimizer(Optimizer):
     presence: "exact" asks in every window who has which gradients. "static" promises that every
         window repeats the first (calls and parameters, on each rank): nothing is asked any more,
         and with one process `step()` can be captured in a CUDA graph.
+    gather: "eager" brings all new values back in step(). "lazy" lets them arrive while the next
+        forward runs: each parameter is waited for when the module that holds it runs; to read
+        weights otherwise, call `wait_for_parameters()` first. Stages 1 and 2, several ranks.
 
     Raises ValueError, TypeError or RuntimeError, the same on every rank, for anything that cannot
     work. Source: Rajbhandari et al., "ZeRO", 2020; the update is the torch.optim class's.
@@ -70,12 +74,14 @@ class ZeroOptimizer(Optimizer):
         fused: bool | None = None,
         sync_params: bool = True,
         presence: str = "exact",
+        gather: str = "eager",
         **defaults: Any,
     ) -> None:
+        lazy.finish_all()  # these parameters may have been another optimizer's
         self._control = Control(process_group)
         options = Options(
             stage, absent, average, max_grad_norm, loss_scale, check_finite, wire_dtype,
-            bucket_bytes, transport, fused, sync_params, presence,
+            bucket_bytes, transport, fused, sync_params, presence, gather,
         )  # fmt: skip
         error: Exception | None = None
         try:
@@ -130,6 +136,11 @@ class ZeroOptimizer(Optimizer):
         self._rounds: Rounds | None = None
         if self._options.stage == 2 and self._control.world > 1:
             self._rounds = Rounds(self._params, self._device, self._open_pass, self._close_pass)
+        self._arrivals: lazy.Arrivals | None = None
+        if self._options.gather == "lazy" and self._mover is not None and not self._shard.whole:
+            naming_ranks = self._mover.collective.naming_ranks
+            self._arrivals = lazy.Arrivals(self._params, self._device, naming_ranks)
+            weakref.finalize(self, self._arrivals.finish).atexit = False
         self._may_zero = any(group["absent"] == "zero" for group in self.param_groups)
         self.last_step: LastStep | None = None
         self._outcomes = Outcomes()
@@ -209,6 +220,9 @@ class ZeroOptimizer(Optimizer):
         self._shard.ensure(grads.plan.active, self.param_groups)
         with Range("dynzero::step"):
             self._shard.begin(grads.plan, grads, self.param_groups)
+            if self._arrivals is not None:
+                self._update_and_send(grads, self._arrivals)
+                return
             if self._mover is not None and not self._shard.whole:
                 params = upload(grads.param_ptrs, self._device)
                 self._mover.update_and_gather(grads.plan, self._shard, grads, params)
@@ -216,12 +230,27 @@ class ZeroOptimizer(Optimizer):
                 self._shard.update_whole(grads.plan, grads)
         self._reader.unstage()
 
+    def _update_and_send(self, grads: Gradients, arrivals: lazy.Arrivals) -> None:
+        assert self._mover is not None
+        ptrs = upload(grads.param_ptrs, self._device)
+        gathering = self._mover.update_and_send(grads.plan, self._shard, grads, ptrs)
+        sent = lazy.Sent(gathering, grads.plan, grads, ptrs, self._params)
+        arrivals.expect(sent, self._reader)
+
     def _end_window(self) -> None:
         self._window_number += 1
         if self._window.used:
             self._window = Window(self._layout, self._device)
 
     # Around the step.
+
+    def wait_for_parameters(self) -> None:
+        """gather="lazy": wait until every parameter holds its new value. Not collective.
+
+        Needed only to read weights other than in the forward of the module that holds them.
+        """
+        if self._arrivals is not None:
+            self._arrivals.finish()
 
     def scale(self, loss: Any) -> Any:
         """`loss` (a tensor, or a list or tuple of them) times the current loss scale."""
@@ -242,6 +271,8 @@ class ZeroOptimizer(Optimizer):
         """
         super().zero_grad(set_to_none)
         presence.discard(self)
+        if self._arrivals is not None:
+            self._arrivals.clear()
         if set_to_none:
             self._touched.zero_()
         elif self._rounds is not None:
@@ -348,6 +379,7 @@ class ZeroOptimizer(Optimizer):
 
         State tensors are 1-D pieces; not collective. Elsewhere use `full_state_dict`.
         """
+        self.wait_for_parameters()
         return state.shard_state_dict(self, super().state_dict)
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:

@@ -98,6 +98,15 @@ def read(opt: ZeroOptimizer) -> tuple[Local, Exception | None]:
     return local, complaint
 
 
+def read_with_values(opt: ZeroOptimizer) -> tuple[Local, Exception | None]:
+    """The same, once all new values of the last step are in the parameters (gather="lazy")."""
+    opt.wait_for_parameters()
+    local, complaint = read(opt)
+    if complaint is None and opt._arrivals is not None:
+        complaint = opt._arrivals.complaint()
+    return local, complaint
+
+
 def replaced(opt: ZeroOptimizer) -> ValueError | None:
     """A complaint if somebody has put other parameter objects into `param_groups`."""
     i = opt._reader.scan.first_other([group["params"] for group in opt.param_groups])
@@ -118,7 +127,7 @@ def agree(
         opt._in_backward = False
         if opt._rounds is not None:
             opt._rounds.finish()
-        local, complaint = read(opt)
+        local, complaint = read_with_values(opt)
         if not local.captured:
             opt._outcomes.poll()
         complaint = complaint or opt._scale.exhausted(opt._outcomes.exhausted)
@@ -311,7 +320,7 @@ def shadow(opt: ZeroOptimizer) -> None:
     if opt._rounds is not None:
         opt._rounds.finish()
     while True:
-        local, complaint = read(opt)
+        local, complaint = read_with_values(opt)
         local.drop()
         mine = message(opt, Action.JOIN, complaint)
         agreed = opt._control.exchange(mine, message_bits(opt, local.bits))

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,8 +146,10 @@ class Reader:
         for i, stand_in in self.staged.items():
             stand_in.copy_(flat_copy(self.params[i].detach(), self.params[i]))
 
-    def unstage(self) -> None:
-        for i, stand_in in self.staged.items():
+    def unstage(self, indices: Iterable[int] | None = None) -> None:
+        """Copy stand-ins back: of these parameters, or all."""
+        for i in self.staged if indices is None else self.staged.keys() & indices:
+            stand_in = self.staged[i]
             p = self.params[i].detach()
             real = torch.view_as_real(p) if p.is_complex() else p
             real.copy_(stand_in.view(real.shape))

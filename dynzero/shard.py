@@ -117,6 +117,12 @@ class Shard:
         while gathering.in_flight:
             gathering.receive()
 
+    def update_and_send(self, plan: Plan, grads: Gradients, gathering: Any) -> None:
+        """Update and send bucket by bucket, and receive none."""
+        for bucket in plan.buckets:
+            self.update(plan, bucket, grads, gathering.room(bucket.number))
+            gathering.send()
+
     def entries(self, i: int) -> dict[str, Any]:
         """State of parameter i, tensors of the own piece's size or 0-dim; empty if none yet."""
         raise NotImplementedError

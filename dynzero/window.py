@@ -129,10 +129,20 @@ class Mover:
 
     def update_and_gather(self, plan: Plan, shard: Shard, grads: Gradients, ptrs: Tensor) -> None:
         """Update own pieces bucket by bucket and send the new values to everybody's parameters."""
-        rank, transport = self.layout.rank, self.collective.transport
-        gathering = ops.Gathering(plan.compiled, transport, rank, ptrs, grads.status)
+        gathering = self._gathering(plan, grads, ptrs)
         with self.collective.naming_ranks():
             shard.update_and_gather(plan, grads, gathering, IN_FLIGHT)
+
+    def update_and_send(self, plan: Plan, shard: Shard, grads: Gradients, ptrs: Tensor) -> Any:
+        """The same, but all buckets stay on their way; returns what receives them, in order."""
+        gathering = self._gathering(plan, grads, ptrs)
+        with self.collective.naming_ranks():
+            shard.update_and_send(plan, grads, gathering)
+        return gathering
+
+    def _gathering(self, plan: Plan, grads: Gradients, ptrs: Tensor) -> Any:
+        rank, transport = self.layout.rank, self.collective.transport
+        return ops.Gathering(plan.compiled, transport, rank, ptrs, grads.status)
 
     def _unpack(
         self, plan: Plan, bucket: Bucket, everybody: Tensor, ptrs: Tensor, status: Tensor | None

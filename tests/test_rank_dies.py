@@ -42,7 +42,9 @@ class Deadly(Transport):
 def train_until_one_dies(rank: int, world: int, stage: int, where: str) -> None:
     """In step 1 the last rank dies before its backward, before step(), or while data moves."""
     model = SCENARIO.model()
-    opt = make(SCENARIO, model, stage=stage, process_group=dist.new_group(timeout=SHORT))
+    gather = "lazy" if where == "values" else "eager"
+    group = dist.new_group(timeout=SHORT)
+    opt = make(SCENARIO, model, stage=stage, process_group=group, gather=gather)
     for step in range(3):
         mortal = step == 1 and rank == world - 1
         if mortal and where == "before backward":
@@ -51,6 +53,8 @@ def train_until_one_dies(rank: int, world: int, stage: int, where: str) -> None:
             opt._mover.collective.transport = Deadly()
         if mortal and where == "gather":
             opt._mover.gather_rows = die
+        if mortal and where == "values":  # which the others miss in their next forward
+            opt._mover.update_and_send = die
         opt.backward(SCENARIO.loss(model, Turn(step, 0, rank, world)))
         if mortal and where == "before step":
             die()
@@ -64,6 +68,7 @@ DEATHS = [
     (2, 1, "gather"),
     (3, 2, "before backward"),
     (3, 2, "reduce"),
+    (2, 2, "values"),
 ]
 
 
