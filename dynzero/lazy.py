@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -157,20 +157,27 @@ class Arrivals:
         return count
 
     def _receive(self, count: int) -> None:
-        """Take out the first `count` buckets."""
-        with self._on_stream():
+        """Take out the first `count` buckets, if they are not out yet."""
+        assert self._sent is not None and self._reader is not None
+        current: Any = self._stream and torch.cuda.current_stream(self._device)
+        if self._sent.received < count:
             try:
-                while self._sent is not None and self._sent.received < count:
-                    assert self._reader is not None
-                    rows = self._sent.plan.buckets[self._sent.received].rows
-                    with self._naming_ranks():
-                        touched = self._sent.receive(self._reader.staged)
-                    self._reader.unstage(self._sent.plan.indices[rows])
-                    if touched:
-                        self._note_touched(touched[0])
+                with self._on_stream(current):
+                    while self._sent.received < count:
+                        self._receive_next(self._sent, self._reader)
             except BaseException:
                 self._forget()
                 raise
+        if current != self._stream:
+            current.wait_stream(self._stream)
+
+    def _receive_next(self, sent: Sent, reader: Reader) -> None:
+        indices = sent.plan.indices[sent.plan.buckets[sent.received].rows]
+        with self._naming_ranks():
+            touched = sent.receive(reader.staged)
+        reader.unstage(indices)
+        if touched:
+            self._note_touched(touched[0])
 
     def _note_touched(self, index: int) -> None:
         self._touched = self._touched or (
@@ -178,18 +185,12 @@ class Arrivals:
             f"new values were on their way; before you do so {REMEDY}"
         )
 
-    @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        """CUDA: the stream of the step; the current one waits for what is done there."""
-        current = None if self._stream is None else torch.cuda.current_stream(self._device)
+    def _on_stream(self, current: Any) -> AbstractContextManager[Any]:
+        """CUDA: the stream of the step, after what the current one now holds."""
         if current == self._stream:
-            yield
-            return
+            return nullcontext()
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            yield
-        assert current is not None
-        current.wait_stream(self._stream)
+        return torch.cuda.stream(self._stream)
 
     def finish(self) -> None:
         """Take out all there is. From here on every parameter may be read anywhere."""
