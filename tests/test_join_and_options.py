@@ -267,3 +267,27 @@ def test_ranks_that_load_different_states_are_refused(stage: int) -> None:
     for message, step in run_world(2, load_other, stage):
         assert "rank 0" in message and "rank 1" in message and "loaded state" in message
         assert step == 2, "nothing was loaded"
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_options_changed_inside_are_followed(fused: bool) -> None:
+    """A list and a tensor remain the same objects when their contents change."""
+    values = []
+    for sharded in (True, False):
+        p = torch.nn.Parameter(torch.ones(5))
+        lr = torch.tensor(0.1)
+        if sharded:
+            opt: Any = dynzero.ZeroOptimizer([p], torch.optim.AdamW, lr=lr, fused=fused)
+        else:
+            opt = torch.optim.AdamW([p], lr=lr)
+        (group,) = opt.param_groups
+        group["betas"] = [0.9, 0.99]
+        for step in range(4):
+            p.grad = torch.linspace(1.0, 2.0 + step, 5)
+            opt.step()
+            if step == 1:
+                group["betas"][0] = 0.5
+            if step == 2:
+                group["lr"].mul_(3.0)
+        values.append(p.detach())
+    torch.testing.assert_close(*values, rtol=1e-6, atol=0)
