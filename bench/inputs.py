@@ -11,7 +11,7 @@ from torch import Tensor
 from dynzero.layout import build_layout
 from dynzero.ops import ops
 from dynzero.plan import make_plan
-from dynzero.reduced import Reader
+from dynzero.reduced import Reader, upload
 
 from .cases import Case
 
@@ -87,13 +87,14 @@ class Planned:
         return self.layout.size
 
     def grad_ptrs(self) -> tuple[Tensor, Tensor]:
-        """As the optimizer does in a step whose gradients have moved: read all, upload one table.
+        """As the optimizer does in a step whose gradients have moved: read all, upload the table.
 
         Returns addresses and flags of zero.
         """
         local, complaint = self.reader.read()
         assert complaint is None and not local.own, complaint
-        return self.reader.upload_anew(local)
+        flags = torch.zeros(self.size, dtype=torch.int32, device=self.device)
+        return upload(local.ptrs[0], self.device), flags
 
     def numel(self, which: Tensor) -> int:
         return int(self.layout.numel[which].sum())

@@ -60,7 +60,7 @@ class Chain(NamedTuple):
             empty(1, len(RECORD_COLUMNS), device=device),
             scale_state,
             empty(len(grads), dtype=torch.float32, device=device),
-            empty(len(STATUS_FIELDS), device=device),
+            empty(len(STATUS_FIELDS) + len(SCALE_FIELDS) + len(RECORD_COLUMNS), device=device),
         )
 
     def fill(self, value: float) -> None:
