@@ -51,8 +51,15 @@ inline void prefetch(const void* object, size_t bytes) {
 constexpr int64_t kAhead = 16;
 // Of the parts of objects that are read.
 constexpr size_t kObjectBytes = 32, kAutogradBytes = 48, kStorageBytes = 64;
-// Parameters from which on threads share them: waking threads up costs more than few take.
-constexpr int64_t kThreaded = 4096;
+// Threads share the parameters, but only many of them, and only a few threads: on a host that is
+// busy (other ranks, data loaders) a whole team of threads takes milliseconds to come together.
+constexpr int64_t kParamsOfThread = 16384;
+constexpr int64_t kMostThreads = 4;
+
+int threads_for(int64_t num_params) {
+  const auto most = std::min<int64_t>(omp_get_max_threads(), kMostThreads);
+  return static_cast<int>(std::clamp<int64_t>(num_params / kParamsOfThread, 1, most));
+}
 
 const void* storage_of(const at::TensorImpl* impl) {
   return impl->unsafe_storage().unsafeGetStorageImpl();
@@ -220,7 +227,7 @@ void ParamScan::read_range(int64_t first, int64_t last, Found& found) {
 
 ParamScan::Found ParamScan::read_all() {
   Found all;
-#pragma omp parallel if (size() >= kThreaded)
+#pragma omp parallel num_threads(threads_for(size()))
   {
     // Whole bytes of bits_ for each thread.
     const int64_t num_threads = omp_get_num_threads();

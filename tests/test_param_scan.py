@@ -184,7 +184,7 @@ def test_param_scan_refuses_what_is_not_a_tensor():
         ParamScan(7)
 
 
-@pytest.mark.parametrize("n", [40, 5000])  # below and above where threads share the work
+@pytest.mark.parametrize("n", [40, 40_000])  # below and above where threads share the work
 def test_param_scan_gives_the_same_tensors_until_something_changes(n):
     params = [with_grad(torch.zeros(2), torch.ones(2)) for _ in range(n)]
     scanner = ParamScan(params)
@@ -229,7 +229,7 @@ def test_param_scan_is_right_after_an_error():
     assert scan(params, scanner)[0] == [p.grad.data_ptr() for p in params]
 
 
-@pytest.mark.parametrize("n", [3, 5000])
+@pytest.mark.parametrize("n", [3, 40_000])
 def test_param_scan_materialises_lazy_clones(n):
     params = [Parameter(torch._lazy_clone(torch.zeros(2))) for _ in range(n)]
     addresses = scan(params)[1]
@@ -238,9 +238,9 @@ def test_param_scan_materialises_lazy_clones(n):
 
 
 def test_param_scan_in_threads_keeps_the_order():
-    params = [with_grad(torch.zeros(4, 4), torch.ones(4, 4)) for _ in range(9000)]
+    params = [with_grad(torch.zeros(4, 4), torch.ones(4, 4)) for _ in range(40_000)]
     scanner = ParamScan(params)
-    odd, changed = [5, 4000, 8999], [0, 6000]
+    odd, changed = [5, 20_000, 39_999], [0, 30_000]
     for i in odd:
         params[i].grad = torch.ones(4, 4).t()
     for i in changed:
