@@ -130,9 +130,8 @@ void add_movers(py::module_& m) {
       .def(py::init<>())
       .def("all_to_all", &Transport::all_to_all, no_gil, py::arg("received"), py::arg("sent"))
       .def("all_gather", &Transport::all_gather, no_gil, py::arg("everybody"), py::arg("mine"));
-  py::class_<CollectiveTransport, Transport, std::shared_ptr<CollectiveTransport>>(
-      m, "CollectiveTransport", "Over a torch.distributed process group.")
-      .def(py::init<c10::intrusive_ptr<c10d::ProcessGroup>>(), py::arg("group"));
+  m.def("collective_transport", &collective_transport, py::arg("group"),
+        "A Transport over a torch.distributed process group.");
 
   py::class_<GradStore, std::shared_ptr<GradStore>>(m, "GradStore",
                                                     "Gradients taken out of their parameters.")

@@ -5,6 +5,7 @@
 #include <torch/version.h>
 
 #include <exception>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 #include <vector>
 
@@ -48,11 +49,6 @@ at::Tensor on_wire(const at::Tensor& tensor) {
   return tensor.is_cuda() ? tensor : tensor.view({-1}).view(at::ScalarType::Byte);
 }
 
-}  // namespace
-
-CollectiveTransport::CollectiveTransport(c10::intrusive_ptr<c10d::ProcessGroup> group)
-    : group_(std::move(group)) {}
-
 // torch 2.13 gave both collectives new names, and warns of the old ones.
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
 #define DYNZERO_ALL_TO_ALL all_to_all_single
@@ -61,6 +57,17 @@ CollectiveTransport::CollectiveTransport(c10::intrusive_ptr<c10d::ProcessGroup> 
 #define DYNZERO_ALL_TO_ALL alltoall_base
 #define DYNZERO_ALL_GATHER _allgather_base
 #endif
+
+class CollectiveTransport final : public Transport {
+ public:
+  explicit CollectiveTransport(c10::intrusive_ptr<c10d::ProcessGroup> group)
+      : group_(std::move(group)) {}
+  std::shared_ptr<Transfer> all_to_all(at::Tensor received, at::Tensor sent) override;
+  std::shared_ptr<Transfer> all_gather(at::Tensor everybody, at::Tensor mine) override;
+
+ private:
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+};
 
 std::shared_ptr<Transfer> CollectiveTransport::all_to_all(at::Tensor received, at::Tensor sent) {
   const bool on_cuda = sent.is_cuda();
@@ -78,6 +85,13 @@ std::shared_ptr<Transfer> CollectiveTransport::all_gather(at::Tensor everybody, 
   at::Tensor from = on_wire(mine);
   auto work = reaching_ranks([&] { return group_->DYNZERO_ALL_GATHER(to, from); });
   return std::make_shared<Collective>(std::move(work), on_cuda, std::move(to), std::move(from));
+}
+
+}  // namespace
+
+std::shared_ptr<Transport> collective_transport(const pybind11::object& group) {
+  return std::make_shared<CollectiveTransport>(
+      group.cast<c10::intrusive_ptr<c10d::ProcessGroup>>());
 }
 
 }  // namespace dynzero

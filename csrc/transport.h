@@ -3,10 +3,10 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <memory>
 #include <stdexcept>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 namespace dynzero {
 
@@ -41,15 +41,7 @@ class Transport {
   virtual std::shared_ptr<Transfer> all_gather(at::Tensor everybody, at::Tensor mine) = 0;
 };
 
-// Any backend of torch.distributed.
-class CollectiveTransport final : public Transport {
- public:
-  explicit CollectiveTransport(c10::intrusive_ptr<c10d::ProcessGroup> group);
-  std::shared_ptr<Transfer> all_to_all(at::Tensor received, at::Tensor sent) override;
-  std::shared_ptr<Transfer> all_gather(at::Tensor everybody, at::Tensor mine) override;
-
- private:
-  c10::intrusive_ptr<c10d::ProcessGroup> group_;
-};
+// Over a torch.distributed process group (a Python object) with any backend.
+std::shared_ptr<Transport> collective_transport(const pybind11::object& group);
 
 }  // namespace dynzero

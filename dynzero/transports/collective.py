@@ -49,7 +49,7 @@ class Collective:
         self.group = dist.new_group(
             control.ranks, backend=backend, timeout=control.timeout, use_local_synchronization=True
         )
-        self.transport: Any = load_extension().CollectiveTransport(self.group)
+        self.transport: Any = load_extension().collective_transport(self.group)
 
     def all_gather(self, everybody: Tensor, mine: Tensor) -> None:
         """everybody [world, ...] receives `mine` of each rank.
