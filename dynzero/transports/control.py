@@ -229,9 +229,11 @@ class GlooExchange:
     """What `_C.LocalExchange` is, over Gloo."""
 
     def __init__(self, control: Control, head: bytes, bits: Tensor) -> None:
-        mine = torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), bits])
-        self.all = torch.empty(control.world, mine.numel(), dtype=torch.uint8)
-        self.work = all_gather_single(self.all.view(-1), mine, group=control.group, async_op=True)
+        self.mine = torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), bits])
+        self.all = torch.empty(control.world, self.mine.numel(), dtype=torch.uint8)
+        self.work = all_gather_single(
+            self.all.view(-1), self.mine, group=control.group, async_op=True
+        )
 
     def ready(self) -> bool:
         return bool(self.work.is_completed())
