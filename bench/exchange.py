@@ -27,21 +27,29 @@ def measure(*, quick: bool) -> Times:
     """By way and number of parameters, on the first rank; without shared memory only over Gloo."""
     context = multiprocessing.get_context("forkserver")
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    pipes: list[Connection] = []
+    pipes, processes = [], []
     for rank in range(WORLD):
         here, there = context.Pipe()
         arguments = (rank, store.port, QUICK_REPEATS if quick else REPEATS, there)
-        context.Process(target=rank_main, args=arguments, daemon=True).start()
+        processes.append(context.Process(target=rank_main, args=arguments, daemon=True))
+        processes[-1].start()
         there.close()  # so that a dead rank reads as the end of its pipe
         pipes.append(here)
-    times: Times = {}
-    for pipe in reversed(pipes):
-        if not pipe.poll(2 * LIMIT.total_seconds()):
-            raise BenchError("exchange: a rank does not answer")
-        try:
-            times = pipe.recv()
-        except EOFError:
-            raise BenchError("exchange: a rank died, see above") from None
+    try:
+        return [receive(pipe) for pipe in pipes][0]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def receive(pipe: Connection) -> Times:
+    if not pipe.poll(2 * LIMIT.total_seconds()):
+        raise BenchError(f"exchange: a rank does not answer within {2 * LIMIT}")
+    try:
+        times: Times = pipe.recv()
+    except EOFError:
+        raise BenchError("exchange: a rank died") from None
     return times
 
 
@@ -58,7 +66,7 @@ def rank_main(rank: int, port: int, repeats: int, pipe: Connection) -> None:
             times[way, params] = time_exchanges(control, params, repeats)
     pipe.send(times)
     with contextlib.suppress(EOFError):
-        pipe.recv()  # until all have answered: the other may still need this rank
+        pipe.recv()  # for the rest of its life: the other may still need this rank
 
 
 def time_exchanges(control: Control, params: int, repeats: int) -> Samples:
