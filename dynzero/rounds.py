@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ._build import load_extension
+from .ops import ops
 from .plan import Plan, flags_of
 from .reduced import Local, Reader
 from .transports.collective import Collective
@@ -68,7 +68,7 @@ class Pass(Local):
         return not self._running
 
     def feed(self, reduction: Any, plan: Plan, collective: Collective) -> Iterator[Any]:
-        feed = load_extension().BucketFeed(
+        feed = ops.BucketFeed(
             reduction, self._reader.scan, self.taken, self.ptrs[0], self.bits, self._open,
             plan.places, self._reader.device.type == "cuda",
         )  # fmt: skip
@@ -130,7 +130,7 @@ class Rounds:
                 rounds._advance(0.0)
 
         stream_id = 0 if self._stream is None else self._stream.stream_id
-        self._watch = load_extension().GradWatch(meet, progress, stream_id)
+        self._watch = ops.GradWatch(meet, progress, stream_id)
         self.watch(params)
 
     @property

@@ -50,6 +50,7 @@ class Collective:
             control.ranks, backend=backend, timeout=control.timeout, use_local_synchronization=True
         )
         self.transport: Any = load_extension().collective_transport(self.group)
+        self._not_reached = load_extension().TransportError
 
     def all_gather(self, everybody: Tensor, mine: Tensor) -> None:
         """everybody [world, ...] receives `mine` of each rank.
@@ -61,7 +62,7 @@ class Collective:
 
     def naming_ranks(self) -> AbstractContextManager[None]:
         """Around calls of the transport: what keeps them from the other ranks, with their names."""
-        return self.control.naming_ranks(load_extension().TransportError)
+        return self.control.naming_ranks(self._not_reached)
 
     def broadcast_from_first(self, tensor: Tensor) -> None:
         with self.control.naming_ranks():
