@@ -19,6 +19,7 @@ from torch.autograd.graph import increment_version
 
 from .plan import Plan
 from .reduced import Gradients, Reader
+from .rounds import hook_gradient, remove_all
 
 # Note [Values on their way]
 # Taking a bucket out is local (wait, unpack), and all were sent in step(): so each rank may run
@@ -101,11 +102,7 @@ class Arrivals:
             if arrivals is not None and id(p) in arrivals._bucket_of:
                 arrivals._note_early(p)
 
-        for p in params:
-            frozen = not p.requires_grad
-            p.requires_grad_(True)  # torch takes hooks only on tensors that require a gradient
-            self._handles.append(p.register_post_accumulate_grad_hook(arrived))
-            p.requires_grad_(not frozen)
+        self._handles += [hook_gradient(p, arrived) for p in params]
 
     def _name(self, index: int) -> str:
         assert self._sent is not None
@@ -247,8 +244,3 @@ ALL: weakref.WeakSet[Arrivals] = weakref.WeakSet()
 def finish_all() -> None:
     for arrivals in list(ALL):
         arrivals.finish()
-
-
-def remove_all(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()

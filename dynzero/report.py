@@ -11,11 +11,9 @@ from functools import cached_property
 
 from torch import Tensor
 
-from ._build import load_extension
-from .ops import RECORD_COLUMNS, SCALE_FIELDS, STATUS_FIELDS
+from .ops import RECORD_COLUMNS, SCALE_FIELDS, STATUS_FIELDS, ops
 from .plan import indices_of
 
-_C = load_extension()
 logger = logging.getLogger("dynzero")
 KINDS = {1: "inf", 2: "nan", 3: "nan"}
 
@@ -29,7 +27,7 @@ class Outcome:
 
     def __init__(self, status: Tensor, captured: bool) -> None:
         self.captured = captured
-        self._status, self._copy = status, _C.Readback(status, captured)
+        self._status, self._copy = status, ops.Readback(status, captured)
         self._read: list[float] | None = None
 
     def ready(self) -> bool:

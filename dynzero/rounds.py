@@ -154,11 +154,7 @@ class Rounds:
             if predecessor is not None:
                 predecessor.superseded = predecessor.paused = True
             WATCHERS[p] = me
-            frozen = not p.requires_grad
-            # torch takes hooks only on tensors that require a gradient at that moment.
-            p.requires_grad_(True)
-            self._handles.append(p.register_post_accumulate_grad_hook(hook))
-            p.requires_grad_(not frozen)
+            self._handles.append(hook_gradient(p, hook))
 
     def _meet(self) -> bool:
         """In the first hook of a pass: follow it, unless it is a part of another."""
@@ -288,6 +284,16 @@ def inside_function() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def hook_gradient(p: Tensor, hook: Callable[[Tensor], None]) -> Any:
+    """Run `hook` after each gradient of `p`, which may be frozen now. Returns what removes it."""
+    frozen = not p.requires_grad
+    # torch takes hooks only on tensors that require a gradient at that moment.
+    p.requires_grad_(True)
+    handle = p.register_post_accumulate_grad_hook(hook)
+    p.requires_grad_(not frozen)
+    return handle
 
 
 def remove_all(handles: list[Any]) -> None:
