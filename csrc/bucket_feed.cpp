@@ -64,19 +64,18 @@ void TaskQueue::run(const std::shared_ptr<Shared>& shared, c10::Stream stream) {
   while (true) {
     shared->changed.wait(lock, [&] { return shared->over || !shared->tasks.empty(); });
     if (shared->over) return;
-    {
-      const auto task = std::move(shared->tasks.front());
-      const bool drop = shared->failure != nullptr;
-      lock.unlock();
-      std::exception_ptr failure;
-      try {
-        if (!drop) task();
-      } catch (...) {
-        failure = std::current_exception();
-      }
-      lock.lock();
-      if (failure) shared->failure = failure;
+    auto task = std::move(shared->tasks.front());
+    const bool drop = shared->failure != nullptr;
+    lock.unlock();
+    std::exception_ptr failure;
+    try {
+      if (!drop) task();
+    } catch (...) {
+      failure = std::current_exception();
     }
+    task = nullptr;  // may need the GIL, whose holder may wait for the lock
+    lock.lock();
+    if (failure) shared->failure = failure;
     shared->tasks.pop_front();
     if (shared->tasks.empty()) shared->changed.notify_all();
   }
@@ -181,6 +180,7 @@ bool BucketFeed::push_on() {
                      number = next_number()] { send(*reduction, *store, host_ptrs, number); });
         sent();
       } else {
+        const pybind11::gil_scoped_release released;
         move();
       }
     }

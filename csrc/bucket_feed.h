@@ -48,9 +48,11 @@ class TaskQueue {
 
 // Buckets go in the order of their places, the last of the plan first. Hooks push on what does not
 // make them wait; the owner of the round, in Python, does the rest, perhaps in another thread.
-// Everything runs under the GIL, which push() gives up while it may wait for other ranks. On CUDA,
-// hooks only hand gradients over: a TaskQueue packs and sends them, on the same stream, while the
-// thread of autograd goes on launching backward. Nothing else touches the reduction meanwhile.
+// Everything runs under the GIL, which is given up while buckets move: to wait for other ranks, and
+// since a process group takes locks under which its threads free tensors, which may need the GIL.
+// On CUDA, hooks only hand gradients over: a TaskQueue packs and sends them, on the same stream,
+// while the thread of autograd goes on launching backward. Nothing else touches the reduction
+// meanwhile.
 class BucketFeed {
  public:
   // places: int32 [params] on the CPU, the place of each parameter's bucket, -1 for none. aside:

@@ -88,12 +88,13 @@ struct GradWatch::State {
   void arrived(size_t i) {
     if (!coming[i]) return;
     coming[i] = 0;
-    if (!feed) {
+    const std::shared_ptr<BucketFeed> sender = feed;  // another thread may forget it meanwhile
+    if (!sender) {
       ++hooks_run;
       if (hooks_run < kLookEvery || hooks_run % kLookEvery == 0) progress();
       return;
     }
-    if (feed->arrived(static_cast<int64_t>(i)) && !(all_on(stream_id) && feed->push_on())) {
+    if (sender->arrived(static_cast<int64_t>(i)) && !(all_on(stream_id) && sender->push_on())) {
       progress();
     }
   }

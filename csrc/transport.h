@@ -29,7 +29,8 @@ class Transfer {
   virtual void wait() {}
 };
 
-// May be written in Python as well (bindings.cpp). Calls throw TransportError.
+// May be written in Python as well (bindings.cpp). Not to be called under the GIL: a call may wait
+// for a thread that needs it. Calls throw TransportError.
 class Transport {
  public:
   virtual ~Transport() = default;

@@ -5,12 +5,15 @@ Every way in which it can be wrong is compared with one process of torch.optim.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from play import worlds
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -108,19 +111,19 @@ class Counting(Transport):
         return self.inner.all_to_all(*buffers)
 
 
+def until_announced(opt: dynzero.ZeroOptimizer) -> None:
+    """In backward: long enough for the other ranks to announce their pass, too."""
+    deadline = time.monotonic() + 20
+    while isinstance(asked := opt._rounds._waits_for, Exchange) and not asked.ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def sent_before_the_end(rank: int, world: int) -> tuple[list[Tensor], int, int]:
     params = parameters(rank_device())
     opt = build(params)
     sent: list[int] = []
     opt._mover.collective.transport = Counting(opt._mover.collective.transport, sent)
-
-    def pause() -> None:
-        # Long enough for the other ranks to announce their pass; a late answer is no error.
-        deadline = time.monotonic() + 20
-        while isinstance(asked := opt._rounds._waits_for, Exchange) and not asked.ready():
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-
     early = 0
 
     def count() -> None:
@@ -129,7 +132,7 @@ def sent_before_the_end(rank: int, world: int) -> tuple[list[Tensor], int, int]:
 
     x = Step.apply(chain(params[:1], rank + 1.0), count)
     x = chain(params[1:2], rank + 1.0, x)
-    x = Step.apply(x, pause)
+    x = Step.apply(x, lambda: until_announced(opt))
     chain(params[2:], rank + 1.0, x).backward()
     opt.step()
     return [p.detach().cpu() for p in params], early, len(sent)
@@ -147,6 +150,40 @@ def test_buckets_leave_while_backward_runs(world: int, backend: str) -> None:
         if world == 2 and backend == "gloo":  # both on the CPU
             assert same(got, params)
         assert same(got, results[0][0])
+
+
+def beside_gloo_freeing(rank: int, world: int) -> list[Tensor]:
+    """A bucket leaves in a hook while a thread of Gloo waits for the GIL.
+
+    The thread frees the tensor of a call from Python under the lock that the next call takes.
+    """
+    params = parameters()
+    keeping_the_gil = ctypes.PyDLL(None)
+
+    def occupy(p: Tensor) -> None:
+        dist.broadcast(torch.ones(1), 0, group=opt._mover.collective.group, async_op=True)
+        keeping_the_gil.usleep(100_000)
+
+    # Before our own hook: torch runs all those of one parameter without giving up the GIL between.
+    params[1].register_post_accumulate_grad_hook(occupy)
+    opt = build(params)
+    x = Step.apply(chain(params[:3], rank + 1.0), lambda: until_announced(opt))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60.0)  # nobody is made to give it up
+    try:
+        chain(params[3:], rank + 1.0, x).backward()
+    finally:
+        sys.setswitchinterval(interval)
+    opt.step()
+    return [p.detach() for p in params]
+
+
+def test_hooks_do_not_send_under_the_gil() -> None:
+    params = parameters()
+    factors = [[1.0] * 4, [2.0] * 4]
+    oracle_step(params, torch.optim.AdamW(params, **OPTIONS), mean_grads(factors, [2] * 4))
+    for got in run_world(2, beside_gloo_freeing):
+        assert same(got, params)
 
 
 def withdrawn(rank: int, world: int, average: str, real: tuple[int, ...]) -> tuple[Any, ...]:
