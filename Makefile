@@ -69,18 +69,18 @@ kernels: $(TOOLS)
 	    > build/kernels.log && cmake --build build/kernels; \
 	else echo "*** dynzero: no nvcc on the PATH, the CUDA kernels are not compiled"; fi
 
-# The op tests against a build of the CPU ops with AddressSanitizer and UBSan, in a folder of its own.
-SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1
+# The op tests against a module of its own, whose CPU loops AddressSanitizer and UBSan watch.
 ASAN_LIBS = $(foreach lib,libasan.so libubsan.so libstdc++.so,$(shell g++ -print-file-name=$(lib)))
-asan: $(TOOLS)
-	PATH="$(dir $(PY)):$$PATH" CFLAGS="$(SANITIZE)" CXXFLAGS="$(SANITIZE)" LDFLAGS="$(SANITIZE)" \
-	  $(PY) setup.py build --build-base build/asan > build-asan.log 2>&1 \
-	  || { cat build-asan.log; exit 1; }; mv build-asan.log build/asan/
-	export LD_PRELOAD="$(ASAN_LIBS)" ASAN_OPTIONS=detect_leaks=0 && \
-	  export PYTHONPATH=$$(echo $(CURDIR)/build/asan/lib*) && \
-	  cd build/asan && \
+asan: setup
+	PATH="$(dir $(PY)):$$PATH" DYNZERO_SANITIZE=address,undefined $(PY) setup.py \
+	  build_py --build-lib build/asan build_ext --build-lib build/asan > build/asan.log 2>&1 \
+	  || { cat build/asan.log; exit 1; }
+	rm -f build/asan/found.*
+	export LD_PRELOAD="$(ASAN_LIBS)" ASAN_OPTIONS=detect_leaks=0:log_path=found && \
+	  export PYTHONPATH=$(CURDIR)/build/asan && cd build/asan && \
 	  $(PY) -c "import dynzero; assert 'asan' in dynzero.__file__, dynzero.__file__" && \
-	  $(PY) -m pytest -n $(WORKERS) -k "not cuda" ../../tests/test_ops_*.py ../../tests/test_param_scan.py
+	  $(PY) -m pytest -n $(WORKERS) -k "not cuda" ../../tests/test_ops_*.py \
+	  ../../tests/test_param_scan.py || { cat found.*; exit 1; }
 
 # SANITIZERS processes at a time share the GPU.
 SANITIZERS ?= 8

@@ -54,16 +54,14 @@ def cuda_choice() -> str:
 
 class BuildKernelsAndModule(BuildExtension):
     def build_extensions(self) -> None:
-        build = Path(self.build_temp).resolve() / "kernels"
-        configure = ["cmake", "-S", ROOT, "-B", build, "-G", "Ninja"]
-        torch_include = Path(torch.__file__).parent / "include"
-        configure += [f"-DDYNZERO_CUDA={cuda_choice()}", f"-DDYNZERO_TORCH_INCLUDE={torch_include}"]
-        subprocess.run(configure, check=True)
-        subprocess.run(["cmake", "--build", build], check=True)
+        build, library = self.build_kernels("kernels")
         info = json.loads((build / "kernels.json").read_text())
-        library = str(build / "libdynzero_kernels.a")
         (module,) = self.extensions
         module.include_dirs += [str(build)]
+        # See `make asan`.
+        if sanitizers := os.environ.get("DYNZERO_SANITIZE"):
+            _, library = self.build_kernels("sanitized", f"-DDYNZERO_SANITIZE={sanitizers}")
+            module.extra_link_args += [f"-fsanitize={sanitizers}"]
         module.extra_objects += [library]
         module.depends += [library]
         if info["cuda"]:
@@ -72,6 +70,15 @@ class BuildKernelsAndModule(BuildExtension):
             module.include_dirs += info["cuda_include"]
             module.extra_link_args += [info["cudart"], *CUDA_LIBRARIES]
         super().build_extensions()
+
+    def build_kernels(self, folder: str, *options: str) -> tuple[Path, str]:
+        build = Path(self.build_temp).resolve() / folder
+        configure = ["cmake", "-S", ROOT, "-B", build, "-G", "Ninja", *options]
+        torch_include = Path(torch.__file__).parent / "include"
+        configure += [f"-DDYNZERO_CUDA={cuda_choice()}", f"-DDYNZERO_TORCH_INCLUDE={torch_include}"]
+        subprocess.run(configure, check=True)
+        subprocess.run(["cmake", "--build", build], check=True)
+        return build, str(build / "libdynzero_kernels.a")
 
 
 # cmake and ninja of this environment, also when it is not activated: another ninja starts over.
