@@ -78,8 +78,11 @@ def is_positive(value: Any) -> bool:
     return number and value > 0
 
 
-def probe(cls: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The class's default options and the names of its state; refuses classes we cannot run."""
+def probe(cls: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bool]]:
+    """The class's default options, and its state: names, and whether it is as large as a parameter.
+
+    Refuses classes that we cannot run.
+    """
     if not (inspect.isclass(cls) and issubclass(cls, Optimizer)):
         raise TypeError(f"optimizer_class: expected a torch.optim.Optimizer class, got {cls!r}")
     if hasattr(cls, "full_state_dict"):
@@ -179,29 +182,56 @@ def choose_spec(
 
 def follow_options(opt: ZeroOptimizer) -> ValueError | None:
     """Options may change between steps: keep state for them, or complain if no kernel has them."""
-    for g, group in enumerate(opt.param_groups):
-        if not opt._may_zero and group["absent"] != "skip":
+    complaint = wrong_option(opt, opt.param_groups, opt._may_zero)
+    if complaint is not None:
+        return complaint
+    average = mean_over_present(opt.param_groups, opt._layout)
+    if not same_flags(average, opt._mean_over_present):
+        opt._mean_over_present = average
+        opt._plans.clear()  # they hold the divisors
+    if opt._spec is not None:
+        spec, _ = fused_spec(opt._class, opt.param_groups)
+        assert spec is not None
+        if len(spec.keys) > len(opt._spec.keys):
+            assert isinstance(opt._shard, FusedShard)
+            opt._spec = spec
+            opt._shard.respec(spec)
+    return None
+
+
+def wrong_option(
+    opt: ZeroOptimizer, groups: list[dict[str, Any]], may_zero: bool
+) -> ValueError | None:
+    """What cannot be in these groups. may_zero: groups may give absent parameters zeros."""
+    for g, group in enumerate(groups):
+        if group["absent"] not in ABSENT or group["average"] not in AVERAGE:
+            return ValueError(
+                f"group {g}: expected absent {' or '.join(map(repr, ABSENT))} and average "
+                f"{' or '.join(map(repr, AVERAGE))}, got {group['absent']!r} and "
+                f"{group['average']!r}"
+            )
+        if not may_zero and group["absent"] != "skip":
             return ValueError(
                 f"group {g}: absent: expected 'skip' as at construction, got "
                 f"{group['absent']!r}; set it when the optimizer is built"
             )
     if opt._spec is None:
         return None
-    spec, reason = fused_spec(opt._class, opt.param_groups)
+    spec, reason = fused_spec(opt._class, groups)
     if spec is None:
         return ValueError(
             f"{reason}, and was off at construction; build the optimizer with it, or fused=False"
         )
     try:
-        for group in opt.param_groups:
+        for group in groups:
             spec.row(group)
     except (TypeError, ValueError, KeyError) as cause:
         return ValueError(f"options of a parameter group: {cause!r}; see param_groups")
-    if len(spec.keys) > len(opt._spec.keys):
-        assert isinstance(opt._shard, FusedShard)
-        opt._spec = spec
-        opt._shard.respec(spec)
     return None
+
+
+def same_flags(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a, b))
 
 
 def build_shard(opt: ZeroOptimizer) -> Shard:
@@ -369,6 +399,9 @@ def add_group(opt: ZeroOptimizer, group: dict[str, Any], add: Callable[[Any], No
         known = {id(p): name for p, name in zip(opt._params, opt._names, strict=True)}
         (checked,) = without_duplicates([group], known)
         add(checked)
+        wrong = wrong_option(opt, opt.param_groups, True)
+        if wrong is not None:
+            raise wrong
         layout, params, names = grown_layout(opt)
         lines = [f"{n}: {tuple(p.shape)} {p.dtype}" for n, p in zip(names, params, strict=True)]
         lines += hyperparameter_lines(opt.param_groups)

@@ -121,8 +121,10 @@ def lion_row(group: dict[str, Any]) -> list[float]:
     return hyper_row(group["lr"], group["weight_decay"], beta1, beta2, 0.0, flags_of(group, True))
 
 
-def check_elementwise(cls: type[Optimizer], kwargs: dict[str, Any]) -> tuple[str, ...]:
-    """Raise ValueError unless `cls` updates each element by itself; returns its state's names.
+def check_elementwise(cls: type[Optimizer], kwargs: dict[str, Any]) -> dict[str, bool]:
+    """Raise ValueError unless `cls` updates each element by itself.
+
+    Returns the names of its state, with True for what has a value for each element.
 
     Runs two steps on one matrix, and on the same numbers cut into two flat pieces: the results
     must agree. So trust ratios (LAMB), matrix methods (Muon, Shampoo), factored moments (Adafactor)
@@ -156,4 +158,4 @@ def check_elementwise(cls: type[Optimizer], kwargs: dict[str, Any]) -> tuple[str
             "elementwise torch.optim class"
         )
     state = optimizer.state[parts[0]]
-    return tuple(key for key, value in state.items() if value is not None)
+    return {k: isinstance(v, Tensor) and v.dim() > 0 for k, v in state.items() if v is not None}

@@ -105,9 +105,13 @@ class ScaleState:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Counters always; the scale itself only into a dynamic one."""
+        for name, value in self.checked(state).items():
+            self.tensor[SCALE_FIELDS[name]] = value
+
+    def checked(self, state: dict[str, float]) -> dict[str, float]:
+        """What is taken of a saved state; an exception if that is not there, or not a number."""
         names = [n for n in SCALE_FIELDS if self.options or n in ("taken", "skipped")]
-        for name in names:
-            self.tensor[SCALE_FIELDS[name]] = float(state[name])
+        return {name: float(state[name]) for name in names}
 
 
 def parse_loss_scale(loss_scale: Any) -> LossScale | float | None:

@@ -108,7 +108,9 @@ class ZeroOptimizer(Optimizer):
         options.check()
         self._options, self._class = options, cls
         self._class_kwargs = defaults
-        torch_defaults, self._state_keys = construction.probe(cls, defaults)
+        torch_defaults, kept = construction.probe(cls, defaults)
+        self._state_keys = tuple(kept)
+        self._state_tensors = [key for key, is_tensor in kept.items() if is_tensor]
         own = {"absent": options.absent, "average": options.average}
         super().__init__(construction.without_duplicates(params), {**torch_defaults, **own})
         self._params, self._names, group_of = construction.flatten_groups(self.param_groups)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import construction, presence
-from .fused import fused_spec
+from .fused import MEMBERS, fused_spec
 from .layout import flat_copy, shard_dtype, unflatten
 from .shard import FusedShard
 from .transports.control import Action
@@ -20,14 +20,18 @@ if TYPE_CHECKING:
 
 # State entries of torch.optim that are one number, whatever the parameter's shape.
 NUMBERS = ("step", "mu_product", "mu", "eta")
+# Entries that a parameter may be without although it has been updated.
+OPTIONAL = ("momentum_buffer",)
 OURS = ("absent", "average")
 
 
 def entries(opt: ZeroOptimizer, i: int, steps: list[float]) -> dict[str, Any]:
-    """State of parameter i with its master; the state is empty if it was never updated."""
+    """State of parameter i with its master; empty if it was never updated."""
     never = isinstance(opt._shard, FusedShard) and steps[i] == 0
     state = {} if never else opt._shard.entries(i)
-    if i in opt._shard.masters:
+    # A master without the state that a first update makes is that of a step that was skipped.
+    updated = bool(state) or set(opt._state_keys) <= set(OPTIONAL)
+    if updated and i in opt._shard.masters:
         state["master"] = opt._shard.masters[i]
     return state
 
@@ -115,8 +119,9 @@ def load(opt: ZeroOptimizer, state_dict: dict[str, Any]) -> None:
     try:
         state_dict = run_pre_hooks(opt, state_dict)
         order = match_params(opt, state_dict)
-        check_options(opt, state_dict["param_groups"])
-        form = check_tag(opt, state_dict.get("dynzero") or {})
+        own = state_dict.get("dynzero") or {}
+        check_options(opt, state_dict["param_groups"], own)
+        form = check_tag(opt, own)
         for saved, state in state_dict["state"].items():
             if saved not in order:
                 raise ValueError(f"load_state_dict: state {saved!r} belongs to no parameter")
@@ -125,12 +130,13 @@ def load(opt: ZeroOptimizer, state_dict: dict[str, Any]) -> None:
             pieces = {k: piece_of(opt, i, k, v, form) for k, v in state.items()}
             master = pieces.pop("master", None)
             loaded[i] = (pieces, master)
-    except (ValueError, TypeError, RuntimeError) as caught:
+        lines = summary(opt, state_dict, loaded)
+    except (ValueError, RuntimeError) as caught:
         error = caught
-    except (KeyError, AttributeError) as caught:
+    except (KeyError, AttributeError, IndexError, TypeError) as caught:
         error = ValueError(f"load_state_dict: expected a state dict of an optimizer: {caught!r}")
     opt._control.raise_together(error)
-    construction.agree_on_setup(opt._control, summary(opt, state_dict, loaded))
+    construction.agree_on_setup(opt._control, lines)
     commit(opt, state_dict, loaded)
 
 
@@ -160,7 +166,10 @@ def run_pre_hooks(opt: ZeroOptimizer, state_dict: dict[str, Any]) -> dict[str, A
 
 
 def check_tag(opt: ZeroOptimizer, own: dict[str, Any]) -> str:
-    """ "shard" or "full"; ValueError for a shard of another place."""
+    """ "shard" or "full"; ValueError for a shard of another place, KeyError for half a tag."""
+    if own:
+        int(own["iteration"])
+        opt._scale.checked(own["loss_scale"])
     if own.get("format") != "shard":
         return "full"
     here = {
@@ -208,33 +217,64 @@ def match_params(opt: ZeroOptimizer, state_dict: dict[str, Any]) -> dict[int, in
 
 def check_entries(opt: ZeroOptimizer, i: int, state: dict[str, Any]) -> None:
     """All entries that the optimizer keeps must be there; a first momentum may be missing."""
-    optional = ("momentum_buffer",)
-    missing = [k for k in opt._state_keys if state.get(k) is None and k not in optional]
-    if state and missing:
+    missing = [k for k in opt._state_keys if state.get(k) is None and k not in OPTIONAL]
+    if set(state) - {"master"} and missing:
         raise ValueError(
             f"load_state_dict: the state of parameter '{opt._names[i]}' has no '{missing[0]}', "
             f"expected {list(opt._state_keys)} of {opt._class.__name__}, got {list(state)}"
         )
 
 
-def check_options(opt: ZeroOptimizer, groups: list[dict[str, Any]]) -> None:
+def check_options(opt: ZeroOptimizer, groups: list[dict[str, Any]], own: dict[str, Any]) -> None:
     """The kernels must cover the options that are loaded as they did those at construction."""
+    now = loaded_groups(opt, groups, own)
+    wrong = construction.wrong_option(opt, now, opt._may_zero)
+    if wrong is not None:
+        raise ValueError(f"load_state_dict: {wrong}")
     if opt._spec is not None:
-        now = [{**ours, **theirs} for ours, theirs in zip(opt.param_groups, groups, strict=True)]
-        spec, reason = fused_spec(opt._class, now)
+        spec, _ = fused_spec(opt._class, now)
         if spec is None or spec.keys != opt._spec.keys:
             raise ValueError(
-                f"load_state_dict: {reason or 'momentum was 0 at construction'}; build the "
-                "optimizer with the saved options"
+                "load_state_dict: momentum was 0 at construction; build the optimizer with the "
+                "saved options"
             )
+
+
+def loaded_groups(
+    opt: ZeroOptimizer, groups: list[dict[str, Any]], own: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """The groups as loading leaves them; `own` is what we have added to torch's dictionary."""
+    ours = own["groups"] if own else [{}] * len(groups)
+    if len(ours) != len(groups):
+        raise ValueError(
+            f"load_state_dict: expected {len(groups)} entries in 'dynzero' 'groups', got "
+            f"{len(ours)}"
+        )
+    return [
+        {**group, **{k: v for k, v in theirs.items() if k not in MEMBERS}, **more}
+        for group, theirs, more in zip(opt.param_groups, groups, ours, strict=True)
+    ]
 
 
 def piece_of(opt: ZeroOptimizer, i: int, key: str, value: Any, form: str) -> Any:
     """This rank's piece of one loaded state entry, in the update dtype; numbers as they are."""
-    if key in NUMBERS or not isinstance(value, Tensor):
-        number = isinstance(value, (int, float)) and key == "step"
-        return torch.tensor(float(value)) if number else value
     p, name = opt._params[i], opt._names[i]
+    if key == "step":
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(
+                f"load_state_dict: 'step' of parameter '{name}': expected one number, got a tensor "
+                f"of shape {tuple(value.shape)}"
+            )
+        # A copy: it may be a view of our own counts, which are cleared before anything is loaded.
+        return value.clone() if isinstance(value, Tensor) else torch.tensor(float(value))
+    if key in NUMBERS or value is None:
+        return value
+    if not isinstance(value, Tensor):
+        if key in opt._state_tensors or key == "master":
+            raise ValueError(
+                f"load_state_dict: '{key}' of parameter '{name}': expected a tensor, got {value!r}"
+            )
+        return value
     dtype = shard_dtype(opt._layout.dtypes[i])
     start, own = int(opt._shard.start[i]), int(opt._shard.own[i])
     if form == "shard":
@@ -261,12 +301,9 @@ def commit(
     loaded: dict[int, tuple[dict[str, Any], Tensor | None]],
 ) -> None:
     own = state_dict.get("dynzero") or {}
-    for g, (ours, theirs) in enumerate(
-        zip(opt.param_groups, state_dict["param_groups"], strict=True)
-    ):
-        ours.update({k: v for k, v in theirs.items() if k not in ("params", "param_names")})
-        if "groups" in own:
-            ours.update(own["groups"][g])
+    now = loaded_groups(opt, state_dict["param_groups"], own)
+    for ours, theirs in zip(opt.param_groups, now, strict=True):
+        ours.update(theirs)
     opt._shard.clear()
     for i, (state, master) in loaded.items():
         opt._shard.load(i, state, master, opt.param_groups)

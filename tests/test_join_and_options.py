@@ -221,6 +221,33 @@ def test_damped_momentum_starts_with_the_gradient(
         torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-6)
 
 
+def average_later(rank: int, world: int, stage: int, how: str) -> tuple[str, torch.Tensor]:
+    """Rank 0 alone has a gradient, of 1; one step at each kind of average."""
+    model = model_ab()
+    options = dict(optimizer_class=torch.optim.SGD, lr=1.0, stage=stage)
+    opt = dynzero.ZeroOptimizer(model.named_parameters(), **options)
+    for average in ("world", "present"):
+        if average == "present" and how == "set":
+            opt.param_groups[0]["average"] = average
+        elif average == "present":
+            other = model_ab().named_parameters()
+            saved = dynzero.ZeroOptimizer(other, average=average, **options).full_state_dict()
+            opt.load_state_dict(saved)
+        if rank == 0:
+            opt.backward(model.a.sum())
+        opt.step()
+        opt.zero_grad()
+    return opt.param_groups[0]["average"], model_ab().a.detach() - model.a.detach()
+
+
+@stages
+@pytest.mark.parametrize("how", ["set", "loaded"])
+def test_another_average_is_followed(stage: int, how: str) -> None:
+    for average, moved in run_world(2, average_later, stage, how):
+        assert average == "present"
+        assert torch.equal(moved, torch.full_like(moved, 0.5 + 1.0))
+
+
 def bad_option(rank: int, world: int, stage: int) -> list[Any]:
     model = model_ab()
     opt = dynzero.ZeroOptimizer(model.named_parameters(), torch.optim.Adam, lr=0.1, stage=stage)

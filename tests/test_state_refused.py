@@ -45,6 +45,26 @@ def surplus_state(state: dict[str, Any]) -> None:
     state["state"][17] = state["state"][0]
 
 
+def moment_is_no_tensor(state: dict[str, Any]) -> None:
+    state["state"][0]["exp_avg"] = [1.0, 2.0]
+
+
+def two_steps(state: dict[str, Any]) -> None:
+    state["state"][0]["step"] = torch.ones(2)
+
+
+def drop_counters(state: dict[str, Any]) -> None:
+    del state["dynzero"]["loss_scale"]["taken"]
+
+
+def drop_our_groups(state: dict[str, Any]) -> None:
+    state["dynzero"]["groups"] = []
+
+
+def unknown_option(state: dict[str, Any]) -> None:
+    state["dynzero"]["groups"][0]["absent"] = "bogus"
+
+
 BROKEN: dict[str, tuple[Callable[[dict[str, Any]], None], tuple[str, ...]]] = {
     "group missing": (drop_group, ("parameter groups", "1", "0")),
     "parameter missing": (drop_parameter, ("parameters", "6", "5")),
@@ -53,6 +73,11 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], None], tuple[str, ...]]] = {
     "entry missing": (drop_entry, ("exp_avg_sq", "trunk.weight")),
     "no state": (drop_state, ("state",)),
     "surplus state": (surplus_state, ("17",)),
+    "moment is no tensor": (moment_is_no_tensor, ("exp_avg", "trunk.weight", "tensor")),
+    "two steps": (two_steps, ("step", "trunk.weight", "(2,)")),
+    "no counters": (drop_counters, ("taken",)),
+    "no groups of ours": (drop_our_groups, ("groups", "1", "0")),
+    "unknown option": (unknown_option, ("absent", "bogus", "'skip'")),
 }
 
 
