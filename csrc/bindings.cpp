@@ -165,7 +165,9 @@ void add_movers(py::module_& m) {
            }),
            py::arg("buckets"), py::arg("transport"), py::arg("addresses"), py::arg("present"),
            py::arg("partials"), py::arg("nonfinite"))
-      .def("run", &Reduction::run, no_gil, py::arg("store"), py::arg("most_in_flight"));
+      .def("push_on", &Reduction::push_on, no_gil, py::arg("store"), py::arg("most_in_flight"))
+      .def("ready", &Reduction::ready, no_gil)
+      .def("receive", &Reduction::receive, no_gil);
   py::class_<Gathering>(m, "Gathering", "Brings new values into everybody's parameters.")
       .def(py::init<std::shared_ptr<Buckets>, std::shared_ptr<Transport>, int64_t, at::Tensor,
                     at::Tensor>(),

@@ -97,12 +97,19 @@ void Reduction::receive() {
                tables_.nonfinite);
 }
 
-void Reduction::run(GradStore& store, int64_t most_in_flight) {
-  for (auto number = static_cast<int64_t>(buckets_->list.size()) - 1; number >= 0; --number) {
-    if (in_flight() == most_in_flight) receive();
-    send(number, store);
+bool Reduction::push_on(GradStore& store, int64_t most_in_flight) {
+  while (true) {
+    const bool all_sent = num_pushed_ == num_buckets();
+    if (!all_sent && in_flight() < most_in_flight) {
+      send(num_buckets() - ++num_pushed_, store);
+    } else if (in_flight() == 0) {
+      return true;
+    } else if (!ready()) {
+      return false;
+    } else {
+      receive();
+    }
   }
-  while (in_flight() > 0) receive();
 }
 
 Gathering::Gathering(std::shared_ptr<const Buckets> buckets, std::shared_ptr<Transport> transport,

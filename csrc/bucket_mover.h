@@ -78,8 +78,9 @@ class Reduction {
   bool ready() const { return parcels_.empty() || parcels_.front().transfer->ready(); }
   // Waits for the bucket that was sent first, and sums it into the shard.
   void receive();
-  // All buckets, the last ones first, which is the order in which backward completes them.
-  void run(GradStore& store, int64_t most_in_flight);
+  // Sends and receives what it can without waiting, the last buckets first, which is the order in
+  // which backward completes them. True when all are there; if not, receive() is what comes next.
+  bool push_on(GradStore& store, int64_t most_in_flight);
 
  private:
   struct Parcel {
@@ -95,6 +96,7 @@ class Reduction {
   at::Tensor shard_ptrs_;
   at::Tensor accumulate_;
   std::deque<Parcel> parcels_;
+  int64_t num_pushed_ = 0;
 };
 
 // Brings the new values of a step from their owners into everybody's parameters.

@@ -37,6 +37,7 @@ class Discards:
         self.seen = [0] * world  # `given_up` of each rank that has taken effect
         self.behind = -1  # `clears` at which this rank had not given up what another had
         self.text = ""  # of the error for ranks that are behind
+        self.told: RuntimeError | None = None  # the error with which counting began anew
 
     @property
     def now(self) -> tuple[int, int]:
@@ -105,5 +106,7 @@ def gave_up(opt: ZeroOptimizer, ranks: list[int], behind: list[int]) -> str:
 
 def lost(opt: ZeroOptimizer) -> RuntimeError:
     """The error, the same on every rank; all ranks start counting anew."""
-    text, opt._discards = opt._discards.text, Discards(opt._control.world)
-    return RuntimeError(text)
+    error = RuntimeError(opt._discards.text)
+    opt._discards = Discards(opt._control.world)
+    opt._discards.told = error
+    return error

@@ -137,7 +137,9 @@ class ZeroOptimizer(Optimizer):
         self._fingerprint = presence.Fingerprint()
         self._rounds: Rounds | None = None
         if self._options.stage == 2 and self._control.world > 1:
-            self._rounds = Rounds(self._params, self._device, self._open_pass, self._close_pass)
+            self._rounds = Rounds(
+                self._params, self._device, self._open_pass, self._close_pass, self._excused
+            )
         self._arrivals: lazy.Arrivals | None = None
         if self._options.gather == "lazy" and self._mover is not None and not self._shard.whole:
             naming_ranks = self._mover.collective.naming_ranks
@@ -153,6 +155,9 @@ class ZeroOptimizer(Optimizer):
 
     def _close_pass(self, current: Pass) -> None:
         presence.close_pass(self, current)
+
+    def _excused(self, error: BaseException) -> bool:
+        return presence.excused(self, error)
 
     # The step.
 

@@ -17,7 +17,7 @@ from .discard import drop_window, lost, settle
 from .ops import Range
 from .plan import bit_mask
 from .reduced import Local
-from .rounds import Pass, Waitable
+from .rounds import Later, Pass, Waitable
 from .transports.control import (
     COMPLAINT,
     LOST,
@@ -120,9 +120,15 @@ def replaced(opt: ZeroOptimizer) -> ValueError | None:
 
 
 def agree(
-    opt: ZeroOptimizer, action: Action, detail: tuple[float, float] = NO_DETAIL
+    opt: ZeroOptimizer,
+    action: Action,
+    detail: tuple[float, float] = NO_DETAIL,
+    wrong: Exception | None = None,
 ) -> tuple[Local, Agreed]:
-    """Meet all ranks at `action`, taking part in the others' rounds until they arrive."""
+    """Meet all ranks at `action`, taking part in the others' rounds until they arrive.
+
+    wrong: with this rank's arguments; all ranks raise it.
+    """
     with Range("dynzero::presence"):
         opt._in_backward = False
         if opt._rounds is not None:
@@ -130,7 +136,7 @@ def agree(
         local, complaint = read_with_values(opt)
         if not local.captured:
             opt._outcomes.poll()
-        complaint = complaint or opt._scale.exhausted(opt._outcomes.exhausted)
+        complaint = wrong or complaint or opt._scale.exhausted(opt._outcomes.exhausted)
         bits = message_bits(opt, local.bits)
         while (known := recalled(opt, action, bits, complaint)) is not None:
             if not known.any_at(Action.ROUND):
@@ -174,6 +180,12 @@ def recalled(
     if complaint is not None:
         raise complaint
     return opt._repeated.recall(opt, action, bits)
+
+
+def to_discuss(agreed: Agreed) -> bool:
+    """True if the verdict takes another collective."""
+    fingerprints = {m.fingerprint for m in agreed.messages}
+    return len(fingerprints) > 1 or any(m.trouble == COMPLAINT for m in agreed.messages)
 
 
 def judge(opt: ZeroOptimizer, agreed: Agreed, complaint: Exception | None) -> bool:
@@ -254,6 +266,8 @@ def round_of(
             exchange = opt._control.start(mine, message_bits(opt, bits))
             yield exchange
             agreed = exchange.wait()
+            if to_discuss(agreed):
+                yield Later()  # in a hook: other ranks may be in a collective of the user's
             if judge(opt, agreed, complaint):
                 continue
             if opt._repeated is not None:
@@ -284,7 +298,7 @@ def discard(opt: ZeroOptimizer) -> None:
         return
     opt._discards.clear(raised or opt._rounds.pending or opt._window.used)
     if raised:
-        opt._rounds.push(clear(opt, opt._discards.now))
+        opt._rounds.append(clear(opt, opt._discards.now))
     opt._rounds.finish_aside()
 
 
@@ -294,6 +308,14 @@ def clear(opt: ZeroOptimizer, when: tuple[int, int]) -> Iterator[Waitable]:
     exchange = opt._control.start(mine, message_bits(opt, nothing(opt).bits))
     yield exchange
     settle(opt, exchange.wait())
+
+
+def excused(opt: ZeroOptimizer, error: BaseException) -> bool:
+    """True if the error, found after zero_grad(), only asks for a zero_grad()."""
+    if error is not opt._discards.told:
+        return False
+    opt._discards.clear(False)
+    return True
 
 
 def tell(opt: ZeroOptimizer, mine: Message, bits: Tensor) -> RuntimeError:
@@ -317,8 +339,7 @@ def tell(opt: ZeroOptimizer, mine: Message, bits: Tensor) -> RuntimeError:
 
 def shadow(opt: ZeroOptimizer) -> None:
     """After join(): do, with nothing of our own, what the others do, until all have joined."""
-    if opt._rounds is not None:
-        opt._rounds.finish()
+    finish_unless_lost(opt)
     while True:
         local, complaint = read_with_values(opt)
         local.drop()
@@ -334,6 +355,17 @@ def shadow(opt: ZeroOptimizer) -> None:
             return
         with torch.no_grad():
             follow(opt, local, mine, agreed, others[0])
+
+
+def finish_unless_lost(opt: ZeroOptimizer) -> None:
+    """Finish the rounds. That others count on a window given up here is not our business now."""
+    while opt._rounds is not None:
+        try:
+            opt._rounds.finish()
+            return
+        except RuntimeError as error:
+            if error is not opt._discards.told:
+                raise
 
 
 def follow(opt: ZeroOptimizer, local: Local, mine: Message, agreed: Agreed, other: Message) -> None:

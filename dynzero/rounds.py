@@ -36,6 +36,7 @@ from .transports.collective import Collective
 # them, for this rank may not come back here before the others have gone on.
 
 PATIENCE_S = 0.25
+LOOK_EVERY_S = 1e-3
 # The frame from which autograd calls the backward of a torch.autograd.Function.
 FUNCTION_BACKWARD = BackwardCFunction.apply.__code__
 # Which Rounds watch a parameter; weak on both sides, and looked at only to find a predecessor.
@@ -44,6 +45,13 @@ WATCHERS = WeakTensorKeyDictionary()
 
 class Waitable(Protocol):
     def ready(self) -> bool: ...
+
+
+class Later:
+    """What comes next may block, and so has to wait until hooks and backward are over."""
+
+    def ready(self) -> bool:
+        return False
 
 
 class Pass(Local):
@@ -97,7 +105,8 @@ class Rounds:
     """The queue of started rounds of one optimizer, and the hooks that start them.
 
     open_pass(watch) -> the pass that begins, and an iterator that reduces it and yields whatever it
-    waits for next; close_pass(pass) is called at its end.
+    waits for next; close_pass(pass) is called at its end. excused(error) -> whether nobody needs to
+    be told of this error, of rounds that zero_grad() has given up.
     """
 
     def __init__(
@@ -106,8 +115,10 @@ class Rounds:
         device: torch.device,
         open_pass: Callable[[Any], tuple[Pass, Iterator[Waitable]]],
         close_pass: Callable[[Pass], None],
+        excused: Callable[[BaseException], bool],
     ) -> None:
         self._open, self._close = weakref.WeakMethod(open_pass), weakref.WeakMethod(close_pass)
+        self._excused = weakref.WeakMethod(excused)
         self._queue: deque[Iterator[Waitable]] = deque()
         self._waits_for: Waitable | None = None
         self._current: Pass | None = None
@@ -194,8 +205,12 @@ class Rounds:
 
     def push(self, work: Iterator[Waitable]) -> None:
         """Queue `work` and start it if its turn has come; waits for nobody."""
-        self._queue.append(work)
+        self.append(work)
         self._advance(0.0)
+
+    def append(self, work: Iterator[Waitable]) -> None:
+        """Queue `work` for later."""
+        self._queue.append(work)
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         """CUDA: the stream of the rounds, after what the current one and the hooks' now hold."""
@@ -223,7 +238,9 @@ class Rounds:
         finally:
             self._driving.release()
 
-    def _may_go_on(self, deadline: float) -> bool:
+    def _may_go_on(self, deadline: float, *, later: bool = False) -> bool:
+        if isinstance(self._waits_for, Later):
+            return later
         while self._waits_for is not None and not self._waits_for.ready():
             if time.monotonic() > deadline:
                 return False
@@ -258,18 +275,32 @@ class Rounds:
                 current.wait_stream(self._stream)
 
     def finish_aside(self) -> None:
-        """Complete the rounds started so far, in a thread."""
+        """Complete the rounds started so far, in a thread; errors are for the next finish()."""
         if self._queue:
-            last = self._queue[-1]
-            threading.Thread(target=self._finish_in_thread, args=(last,), daemon=True).start()
+            args = weakref.ref(self), self._queue[-1]
+            threading.Thread(target=finish_in_thread, args=args, daemon=True).start()
 
-    def _finish_in_thread(self, last: Iterator[Waitable]) -> None:
+    def finish_some(self, last: Iterator[Waitable]) -> bool:
+        """Push rounds on up to `last`, without waiting for gradients. True if that is over."""
         with self._driving:
+            more = False
             try:
-                while last in self._queue:
+                while last in self._queue and self._may_go_on(0.0, later=True):
+                    more = self._queue[-1] is not last
                     self._next()
             except BaseException as error:
-                self._failure = error
+                excused = self._excused()
+                if more or excused is None or not excused(error):
+                    self._failure = error
+            return last not in self._queue
+
+
+def finish_in_thread(rounds: weakref.ref[Rounds], last: Iterator[Waitable]) -> None:
+    """Looks again and again instead of waiting: a thread that waits in C++ while Python ends aborts
+    the process."""
+    while (alive := rounds()) is not None and not alive.finish_some(last):
+        del alive
+        time.sleep(LOOK_EVERY_S)
 
 
 def inside_function() -> bool:

@@ -93,13 +93,21 @@ class Mover:
             upload(present.contiguous(), self.device), partials, window.nonfinite,
         )  # fmt: skip
         if local.complete:
-            with self.collective.naming_ranks():
-                reduction.run(local.taken, IN_FLIGHT)
+            yield from self._push_all(reduction, local)
         else:
             yield from local.feed(reduction, plan, self.collective)
         local.own.clear()
         ops.fold_sums(plan.table.rows, partials, False, self.layout.world, window.sumsq)
         window.present |= present
+
+    def _push_all(self, reduction: Any, local: Local) -> Iterator[Any]:
+        while True:
+            with self.collective.naming_ranks():
+                if reduction.push_on(local.taken, IN_FLIGHT):
+                    return
+            yield reduction
+            with self.collective.naming_ranks():
+                reduction.receive()
 
     def gather_grads(self, plan: Plan, window: Window) -> tuple[Tensor, list[Tensor]]:
         """Stage 0: every rank gets the whole reduced gradients. Returns addresses and buffers.

@@ -7,7 +7,11 @@ same error, naming the rank that gave up, and can go on after zero_grad().
 from __future__ import annotations
 
 import contextlib
+import os
 import random
+import socket
+import subprocess
+import sys
 import time
 from functools import partial
 
@@ -402,3 +406,104 @@ def test_random_windows_and_discards(world: int, stage: int, seed: int) -> None:
             )
             replica.step()
     assert_equal(run_world(world, random_windows, stage, seed), snapshot(model))
+
+
+def clears_twice(rank: int, world: int) -> tuple[list[str], dict[str, Tensor]]:
+    """Stage 2. Rank 1 learns, clearing a second batch, that the others counted on the first."""
+    model = two_params()
+    opt = adamw(model, 2)
+    messages = []
+    if rank == 1:
+        for where in ("after some", "before any hook"):  # not told by the second backward
+            attempt(opt, model, where)
+            opt.zero_grad()
+            while where != "after some" and opt._rounds.pending:  # the others have not answered
+                time.sleep(0.01)
+    else:
+        opt.backward(loss_of(model, rank, 9))
+        messages.append(message_of(RuntimeError, opt.step))
+        opt.zero_grad()
+    train(opt, model, rank, [1])
+    return messages, snapshot(model)
+
+
+@worlds
+def test_zero_grad_never_raises(world: int) -> None:
+    results = run_world(world, clears_twice)
+    for rank, (messages, _) in enumerate(results):
+        assert len(messages) == (rank != 1)
+        check_words("".join(messages) or "out of step, rank 1 gave up", ["rank 1 gave up"])
+    assert_equal([params for _, params in results], oracle(world, [1], 2))
+
+
+def leaves_after_giving_up(rank: int, world: int) -> tuple[str, dict[str, Tensor]]:
+    """Stage 2. Rank 1 gives up two batches, and leaves its loop; the others count on the first."""
+    model = two_params()
+    opt = adamw(model, 2)
+    message = ""
+    with opt.join():
+        if rank == 0:
+            time.sleep(0.5)  # so rank 1 is told neither by its backward nor by zero_grad()
+        if rank == 1:
+            attempt(opt, model, "after some")
+            opt.zero_grad()
+            opt.backward(loss_of(model, rank, 5))
+            opt.zero_grad()
+        else:
+            opt.backward(loss_of(model, rank, 9))
+            message = message_of(RuntimeError, opt.step)
+            opt.zero_grad()
+            train(opt, model, rank, [1])
+    return message, snapshot(model)
+
+
+def test_join_of_a_rank_that_has_given_up() -> None:
+    model = two_params()
+    replica = Replica(model, model.named_parameters(), *ADAMW, world=2)
+    replica.collect([[partial(loss_of, model, 0, 1)], []])
+    replica.step()
+    results = run_world(2, leaves_after_giving_up)
+    check_words(results[0][0], ["out of step", "rank 1 gave up"])
+    assert_equal([params for _, params in results], snapshot(model))
+
+
+END = """
+import os, time, torch, dynzero
+import torch.distributed as dist
+from torch.autograd import Function
+
+class Fails(Function):
+    forward = staticmethod(lambda ctx, x: x.clone())
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("planned")
+
+dist.init_process_group("gloo")
+a, b = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+opt = dynzero.ZeroOptimizer([a, b], torch.optim.SGD, lr=0.1, stage=2)
+if dist.get_rank() == 0:
+    try:
+        opt.backward((Fails.apply(a * 1) * b).sum())
+    except ArithmeticError:
+        opt.zero_grad()
+"""
+
+
+def test_a_program_ends_while_a_round_waits() -> None:
+    """Rank 0 ends after its last backward has raised, and nobody answers the round."""
+    environment = dict(
+        os.environ, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()),
+        OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", END], env={**environment, "RANK": str(rank)})
+        for rank in range(2)
+    ]
+    assert [process.wait(60) for process in ranks] == [0, 0]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from play import worlds
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from world import rank_device, run_world
+from world import check_words, message_of, rank_device, run_world
 
 import dynzero
 from dynzero._C import BucketFeed, GradStore, GradWatch, ParamScan, Reduction, Transfer, Transport
@@ -541,3 +541,57 @@ def test_a_gradient_set_after_its_bucket_left_counts(world: int, backend: str) -
         first = parameters()[3].detach().cos()
         both = torch.allclose(grad, first + 1, rtol=1e-5, atol=1e-6)
         assert both or torch.equal(grad, torch.ones_like(grad))
+
+
+def collective_inside_and_after(rank: int, world: int) -> list[Tensor]:
+    """Rank 0's pass is over when rank 1 announces its own, which has a collective of the user.
+
+    Rank 0 makes the same one after its backward.
+    """
+    params = parameters(rank_device())
+    opt = build(params)
+
+    def meet() -> None:
+        dist.all_reduce(torch.ones(1, device=rank_device()))
+
+    dist.barrier()
+    if rank == 1:
+        time.sleep(0.1)  # within rank 0's patience
+        x = Step.apply(chain(params[:3], rank + 1.0), meet)
+        opt.backward(chain(params[3:], rank + 1.0, x))
+    else:
+        opt.backward(chain(params, rank + 1.0))
+        meet()
+    opt.step()
+    return [p.detach().cpu() for p in params]
+
+
+@worlds(2)
+def test_buckets_do_not_block_a_finished_pass(world: int, backend: str) -> None:
+    params = parameters()
+    grads = mean_grads([[1.0] * 4, [2.0] * 4], [2] * 4)
+    oracle_step(params, torch.optim.AdamW(params, **OPTIONS), grads)
+    for got in run_world(world, collective_inside_and_after, backend=backend):
+        for p, q in zip(got, params, strict=True):
+            torch.testing.assert_close(p, q.detach(), rtol=0, atol=0 if backend == "gloo" else 1e-6)
+
+
+def other_rate_found_in_a_hook(rank: int, world: int) -> str:
+    """Rank 0 has lost its patience, and is in a collective of the user, when rank 1 finds out."""
+    params = parameters(rank_device())
+    opt = build(params)
+    if rank == 1:
+        opt.param_groups[0]["lr"] = 0.2
+        time.sleep(0.5)
+    opt.backward(chain(params, 1.0))
+    dist.all_reduce(torch.ones(1, device=rank_device()))
+    message = message_of(ValueError, opt.step)
+    assert same(params, parameters(rank_device()))
+    return message
+
+
+@worlds(2)
+def test_an_error_found_in_a_hook_waits_for_the_step(world: int, backend: str) -> None:
+    messages = run_world(world, other_rate_found_in_a_hook, backend=backend)
+    assert len(set(messages)) == 1
+    check_words(messages[0], ["rank 0 has group 0: lr = 0.1", "rank 1 has group 0: lr = 0.2"])
