@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,17 +17,25 @@ from .transports.control import Agreed
 if TYPE_CHECKING:
     from .optimizer import ZeroOptimizer
 
-
-def checked_order(p: float) -> float:
-    if not float(p) > 0:
-        raise ValueError(f"norm_type: expected a number above 0 or inf, got {p}")
-    return float(p)
+NONE = (0.0, 0.0)
 
 
-def checked_limit(max_norm: float) -> float:
-    if not float(max_norm) >= 0:
-        raise ValueError(f"max_norm: expected a number of at least 0, got {max_norm}")
-    return float(max_norm)
+def checked(max_norm: Any, norm_type: Any) -> tuple[tuple[float, float], ValueError | None]:
+    """Both as numbers, and what is wrong with them: for all ranks to raise, not for this alone."""
+    limit, order = as_number(max_norm), as_number(norm_type)
+    if not limit >= 0:
+        return NONE, ValueError(f"max_norm: expected a number of at least 0, got {max_norm!r}")
+    if not order > 0:
+        return NONE, ValueError(f"norm_type: expected a number above 0 or inf, got {norm_type!r}")
+    return (limit, order), None
+
+
+def as_number(value: Any) -> float:
+    """NaN for what is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def records(opt: ZeroOptimizer, grads: Gradients) -> Tensor:

@@ -323,8 +323,9 @@ class ZeroOptimizer(Optimizer):
 
         Collective. p > 0, or inf; a complex number counts as its real and imaginary part.
         """
-        local, agreed = presence.agree(self, Action.GRAD_NORM, (norms.checked_order(p), 0.0))
-        return norms.total(self, reduction.reduce(self, local, agreed), float(p))
+        (_, order), wrong = norms.checked(0.0, p)
+        local, agreed = presence.agree(self, Action.GRAD_NORM, (order, 0.0), wrong)
+        return norms.total(self, reduction.reduce(self, local, agreed), order)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -333,8 +334,8 @@ class ZeroOptimizer(Optimizer):
         Returns the norm before clipping, float32 0-dim on the device. Collective. Source:
         torch.nn.utils.clip_grad_norm_, applied to the averaged, unscaled gradients.
         """
-        detail = (norms.checked_limit(max_norm), norms.checked_order(norm_type))
-        local, agreed = presence.agree(self, Action.CLIP, detail)
+        detail, wrong = norms.checked(max_norm, norm_type)
+        local, agreed = presence.agree(self, Action.CLIP, detail, wrong)
         return norms.clip(self, reduction.reduce(self, local, agreed), *detail)
 
     @torch.no_grad()
@@ -344,10 +345,11 @@ class ZeroOptimizer(Optimizer):
         float32 (float64 for float64; complex for complex), shape of `param`. Collective: every rank
         must ask for the same parameter. Raises ValueError for a parameter of another optimizer.
         """
-        index = next((i for i, p in enumerate(self._params) if p is param), None)
-        if index is None:
-            raise ValueError("full_grad: expected one of this optimizer's parameters")
-        local, agreed = presence.agree(self, Action.FULL_GRAD, (float(index), 0.0))
+        index = next((i for i, p in enumerate(self._params) if p is param), -1)
+        wrong = None
+        if index < 0:
+            wrong = ValueError("full_grad: expected one of this optimizer's parameters")
+        local, agreed = presence.agree(self, Action.FULL_GRAD, (float(index), 0.0), wrong)
         return norms.full_grad(self, local, agreed, index)
 
     @property

@@ -150,6 +150,27 @@ MISUSES: dict[str, Misuse] = {
         call=lambda p: p.opt.full_grad(nn.Parameter(torch.zeros(3))),
         words=("full_grad", "optimizer"),
     ),
+    "foreign parameter read on one rank": Misuse(
+        call=otherwise(
+            lambda p: p.opt.full_grad(p.model.trunk.weight), lambda p: p.opt.full_grad(None)
+        ),
+        words=("rank", "full_grad", "optimizer"),
+        alone=False,
+    ),
+    "norm of no order on one rank": Misuse(
+        call=otherwise(lambda p: p.opt.grad_norm(), lambda p: p.opt.grad_norm("two")),
+        words=("rank", "norm_type", "'two'"),
+        alone=False,
+    ),
+    "negative limit on one rank": Misuse(
+        call=otherwise(lambda p: p.opt.clip_grad_norm_(1.0), lambda p: p.opt.clip_grad_norm_(-1)),
+        words=("rank", "max_norm", "-1"),
+        alone=False,
+    ),
+    "unknown average added": Misuse(
+        call=otherwise(add(lambda p: extra(3)), add(lambda p: extra(3), average="median")),
+        words=("average", "median"),
+    ),
     "norm of order 0": Misuse(call=lambda p: p.opt.grad_norm(0), words=("norm_type", "0")),
     "negative limit": Misuse(
         call=lambda p: p.opt.clip_grad_norm_(-1.0), words=("max_norm", "-1.0")
