@@ -9,13 +9,23 @@ from typing import Any
 import pytest
 import torch
 from models import by_iteration, two_heads
-from oracle import Replica
-from play import assert_ranks_agree, assert_same_bits, check, stages, worlds
-from scenario import Parameters, Record, Scenario, Turn, data, snapshot, weighted
+from oracle import Replica, play_oracle
+from play import (
+    assert_close,
+    assert_ranks_agree,
+    assert_same_bits,
+    assert_states_equal,
+    backwards,
+    check,
+    stages,
+    worlds,
+)
+from scenario import Parameters, Record, Scenario, Turn, data, snapshot, state_by_name, weighted
 from torch import Tensor, nn
 from world import rank_device, run_world
 
 import dynzero
+from dynzero._C import Transfer, Transport
 
 
 def step_counts(record: Record) -> dict[str, int]:
@@ -89,7 +99,7 @@ def test_case_02_absent_is_not_zero(
 @stages
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_case_04_every_presence_mask(device: str, dtype: torch.dtype, stage: int) -> None:
-    """W = 1 without a process group: all 32 masks over five tensors, the one of all absent too."""
+    """W = 1 without a process group: all 32 masks, then all absent again, now with state."""
     model = Parameters(**{f"p{n}": torch.linspace(-1, 1, n) for n in (1, 3, 1025, 4097, 7)})
     model.to(device=device, dtype=dtype)
     params = dict(model.named_parameters())
@@ -99,9 +109,9 @@ def test_case_04_every_presence_mask(device: str, dtype: torch.dtype, stage: int
     )
     twin = Parameters(**{name: p.detach().clone() for name, p in params.items()})
     replica = Replica(twin, twin.named_parameters(), torch.optim.AdamW, options, world=1)
-    for mask in itertools.product([False, True], repeat=5):
+    for mask in [*itertools.product([False, True], repeat=5), (False,) * 5]:
         used = {name: 0.5 for name, present in zip(params, mask, strict=True) if present}
-        before = snapshot(model)
+        before, state = snapshot(model), state_by_name(opt.full_state_dict())
         if used:
             weighted(model, used).backward()
         opt.step()
@@ -114,9 +124,13 @@ def test_case_04_every_presence_mask(device: str, dtype: torch.dtype, stage: int
             assert_same_bits(p.detach(), twin.get_parameter(name).detach(), f"{mask} {name}")
             if name not in used:
                 assert_same_bits(p.detach().cpu(), before[name], f"{mask} absent {name}")
+        after = state_by_name(opt.full_state_dict())
+        absent = [{n: s for n, s in d.items() if n not in used} for d in (after, state)]
+        assert_states_equal(*absent, assert_same_bits)
         opt.zero_grad()
-    # The step in which nothing was active counts as a call, but as no step.
-    assert opt.last_step.iteration == 31
+    # A step in which nothing was active counts as a call, but as no step.
+    assert state.keys() == params.keys()
+    assert opt.last_step.iteration == 32
     assert opt.counters == {"taken": 31, "skipped": 0}
 
 
@@ -191,12 +205,32 @@ def adapter_loss(model: nn.Module, turn: Turn) -> Tensor:
     return model(data(turn, 4, 64, like=model.down)).square().mean()
 
 
-def adapted_groups(model: nn.Module, empty: bool) -> list[dict[str, Any]]:
-    groups = [
-        {"params": list(model.first.parameters()), "lr": 0.3},
-        {"params": [*model.second.parameters(), model.down, model.up]},
-    ]
-    return [*groups, {"params": [], "lr": 0.7}] if empty else groups
+def adapted_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """One frozen, one with both kinds."""
+    named = list(model.named_parameters())
+    first = [entry for entry in named if entry[0].startswith("first")]
+    rest = [entry for entry in named if not entry[0].startswith("first")]
+    return [{"params": first, "lr": 0.3}, {"params": rest}]
+
+
+def adapted(dtype: torch.dtype) -> Scenario:
+    return Scenario(Adapted, adapter_loss, *ADAMW, steps=3, groups=adapted_groups, dtype=dtype)
+
+
+class Weighing(Transport):
+    """Notes the bytes that are sent."""
+
+    def __init__(self, inner: Transport, sent: list[int]) -> None:
+        super().__init__()
+        self.inner, self.sent = inner, sent
+
+    def all_gather(self, everybody: Tensor, mine: Tensor) -> Transfer:
+        self.sent.append(mine.nbytes)
+        return self.inner.all_gather(everybody, mine)
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Transfer:
+        self.sent.append(sent.nbytes)
+        return self.inner.all_to_all(received, sent)
 
 
 def tensor_bytes(tree: Any) -> int:
@@ -206,44 +240,56 @@ def tensor_bytes(tree: Any) -> int:
     return sum(tensor_bytes(value) for value in values)
 
 
-def train_adapters(rank: int, world: int, stage: int) -> tuple[Record, list[float], int]:
-    scenario = Scenario(Adapted, adapter_loss, *ADAMW, groups=None)
+def train_adapters(
+    rank: int, world: int, stage: int, dtype: torch.dtype
+) -> tuple[Record, list[int], int]:
+    """Also the bytes that each step sends, and those of the state in the end."""
+    scenario = adapted(dtype)
     model = scenario.model(rank_device())
-    groups = adapted_groups(model, empty=True)
-    opt = dynzero.ZeroOptimizer(groups, torch.optim.AdamW, lr=0.1, weight_decay=0.1, stage=stage)
-    record = Record([snapshot(model)], [], [], [], [])
-    for step in range(3):
-        opt.backward(adapter_loss(model, Turn(step, 0, rank, world)))
+    groups = [g | {"params": [p for _, p in g["params"]]} for g in scenario.groups(model)]
+    groups.append({"params": [], "lr": 0.7})  # torch takes an empty one only without names
+    opt = dynzero.ZeroOptimizer(groups, scenario.optimizer, stage=stage, **scenario.options)
+    sent: list[int] = []
+    if world > 1:
+        opt._mover.collective.transport = Weighing(opt._mover.collective.transport, sent)
+    record, totals = Record([snapshot(model)], [], [], [], []), []
+    for step in range(scenario.steps):
+        sent.clear()
+        record.lrs.append([group["lr"] for group in opt.param_groups])
+        backwards(opt, model, scenario, step, rank, world)
         opt.step()
         opt.zero_grad()
+        totals.append(sum(sent))
         record.params.append(snapshot(model))
-    return record, [group["lr"] for group in opt.param_groups], tensor_bytes(opt.state_dict())
+    return record, totals, tensor_bytes(opt.state_dict())
 
 
 @stages
 @worlds(1, 2, 3)
-def test_case_07_frozen_in_groups(world: int, backend: str, stage: int) -> None:
-    results = run_world(world, train_adapters, stage, backend=backend)
-    assert_ranks_agree([record for record, _, _ in results])
-    record, rates, _ = results[0]
-    assert rates == [0.3, 0.1, 0.7]
-    twin = Scenario(Adapted, adapter_loss, *ADAMW).model()
-    opt = torch.optim.AdamW(adapted_groups(twin, empty=True), lr=0.1, weight_decay=0.1)
-    for step in range(3):
-        losses = [adapter_loss(twin, Turn(step, 0, rank, world)) for rank in range(world)]
-        (torch.stack(losses).sum() / world).backward()
-        opt.step()
-        opt.zero_grad()
-        for name, value in snapshot(twin).items():
-            torch.testing.assert_close(record.params[step + 1][name], value, atol=1e-6, rtol=1e-5)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_case_07_frozen_in_groups(world: int, backend: str, stage: int, dtype: torch.dtype) -> None:
+    results = run_world(world, train_adapters, stage, dtype, backend=backend)
+    record = results[0][0]
+    assert_ranks_agree([other for other, _, _ in results])
+    assert record.lrs == [[0.3, 0.1, 0.7]] * 3
+    expected = play_oracle(adapted(dtype), world, device="cpu" if backend == "gloo" else "cuda:0")
+    for step, params in enumerate(expected.params):
+        for name, value in params.items():
+            assert_close(record.params[step][name], value, f"step {step - 1}, {name}")
     for name in ("first.weight", "first.bias", "second.weight", "second.bias"):
         assert_same_bits(record.params[-1][name], record.params[0][name], name)
-    # Two moments of 256 adapter elements, each rank's share of them (all of it in stage 0), and a
-    # few numbers; a moment of a frozen 64x64 alone would be 16 KiB.
-    moments, numbers = 2 * 256 * 4, 512
+    # The adapter's gradients, and a share of new values (stage 0: of sums in float32); the norm's
+    # record and padding. A frozen bias alone would add 176.
+    elements, width = 256, dtype.itemsize
+    most = elements * width + elements * (4 if stage == 0 else width) // world + 160
+    for _, totals, _ in results if world > 1 else []:
+        assert all(elements * width < total <= most for total in totals)
+    # Two moments of 256 adapter elements and in fp16 their masters, each rank's share of them (all
+    # of it in stage 0), and a few numbers; a moment of a frozen 64x64 alone would be 16 KiB.
+    kept, numbers = (2 + (dtype is torch.float16)) * elements * 4, 512
     sizes = [size for _, _, size in results]
     if stage == 0:
-        assert all(moments <= size <= moments + numbers for size in sizes)
+        assert all(kept <= size <= kept + numbers for size in sizes)
     else:
-        assert moments <= sum(sizes) <= moments + world * numbers
-        assert max(sizes) <= moments // world + numbers
+        assert kept <= sum(sizes) <= kept + world * numbers
+        assert max(sizes) <= kept // world + numbers

@@ -65,6 +65,13 @@ def test_case_20_scale_at_its_minimum_and_hysteresis(world: int, stage: int) -> 
 
 @stages
 @pytest.mark.parametrize("world", [1, 2])
+def test_case_20_a_good_step_does_not_restore_hysteresis(world: int, stage: int) -> None:
+    for result in run_world(world, scales, stage, SCALE, "O.O.O.O"):
+        assert result["scale"] == [16, 16, 8, 8, 4, 4, 2]
+
+
+@stages
+@pytest.mark.parametrize("world", [1, 2])
 def test_case_20_one_more_overflow_raises_everywhere(world: int, stage: int) -> None:
     scale = dynzero.LossScale(init=4, minimum=2)
     results = run_world(world, scales, stage, scale, "OOOO.")
@@ -73,17 +80,28 @@ def test_case_20_one_more_overflow_raises_everywhere(world: int, stage: int) -> 
     assert results[0]["scale"] == [2, 2]
 
 
-def bf16_overflow(rank: int, world: int, stage: int) -> dict[str, Any]:
+SKIPPED = {
+    "SGD": (torch.optim.SGD, {"lr": 0.5, "momentum": 0.9}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.5, "weight_decay": 0.1}),
+}
+
+
+def two_overflows(
+    rank: int, world: int, stage: int, which: str, dtype: torch.dtype
+) -> dict[str, Any]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("dynzero").addHandler(handler)
-    p = torch.nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
-    opt = dynzero.ZeroOptimizer([("p", p)], torch.optim.SGD, lr=0.5, momentum=0.9, stage=stage)
+    p = torch.nn.Parameter(torch.ones(5, dtype=dtype))
+    cls, options = SKIPPED[which]
+    opt = dynzero.ZeroOptimizer([("p", p)], cls, stage=stage, **options)
     scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
+    seen = []
     for step in range(4):
-        opt.backward((p * (float("nan") if step in (1, 2) and rank == 0 else 1.0)).sum())
+        opt.backward((p * factor(step in (1, 2) and rank == 0)).sum())
         opt.step()
+        seen.append((p.detach().clone(), state_by_name(opt.full_state_dict())))
         if opt.last_step.stepped:
             scheduler.step()
         opt.zero_grad()
@@ -93,28 +111,41 @@ def bf16_overflow(rank: int, world: int, stage: int) -> dict[str, Any]:
         "log": records,
         "counters": opt.counters,
         "lr": opt.param_groups[0]["lr"],
-        "p": p.detach(),
+        "seen": seen,
     }
 
 
 @stages
 @pytest.mark.parametrize("world", [1, 2])
-def test_case_21_a_skipped_step_nobody_sees(world: int, stage: int) -> None:
+@pytest.mark.parametrize("which", SKIPPED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_case_21_a_skipped_step_nobody_sees(
+    world: int, stage: int, which: str, dtype: torch.dtype
+) -> None:
     expected = torch.nn.Parameter(torch.ones(5))
-    plain = torch.optim.SGD([expected], lr=0.5, momentum=0.9)
+    cls, options = SKIPPED[which]
+    plain = cls([expected], **options)
     for lr in (0.5, 0.25):
         plain.param_groups[0]["lr"] = lr
         expected.grad = torch.ones(5)
         plain.step()
-    for result in run_world(world, bf16_overflow, stage):
+    for result in run_world(world, two_overflows, stage, which, dtype):
         assert result["counters"] == {"taken": 2, "skipped": 2}
         assert result["lr"] == 0.125
-        assert torch.equal(result["p"], expected.detach().bfloat16())
+        (start, state), *skipped, (end, _) = result["seen"]
+        assert_close(end, expected.detach().to(dtype), "p")
+        assert state["p"] and len(skipped) == 2
+        for p, after in skipped:
+            assert_same_bits(p, start, "p")
+            assert_states_equal(after, state, assert_same_bits)
         assert len(result["log"]) == 2
-        assert "iteration 1" in result["log"][0] and "nan in 'p' on rank 0" in result["log"][0]
+        assert "iteration 1" in result["log"][0] and "inf in 'p' on rank 0" in result["log"][0]
 
 
-def grow_after_resume(rank: int, world: int, stage: int) -> list[float]:
+def resume_twice(
+    rank: int, world: int, stage: int, form: str
+) -> tuple[list[float], list[dict[str, int]]]:
+    """Saved and loaded after the second good step of three, and between two overflows."""
     model = model_ab()
     made = []
 
@@ -122,49 +153,57 @@ def grow_after_resume(rank: int, world: int, stage: int) -> list[float]:
         made.append(
             dynzero.ZeroOptimizer(
                 model.named_parameters(), torch.optim.AdamW, lr=0.1, stage=stage,
-                loss_scale=dynzero.LossScale(init=8, window=3),
+                loss_scale=dynzero.LossScale(init=8, window=3, hysteresis=2),
             )
         )  # fmt: skip
         return made[-1]
 
     opt = build()
-    scales = []
-    for step in range(4):
-        if rank == 0 or step % 2:  # the other rank has no backward in two of the steps
-            opt.backward(model.a.sum() + model.b.sum())
+    scales, counters = [], []
+    for step, mark in enumerate("...OO."):
+        if rank == 0 or step % 2:  # the other rank has no backward in every second step
+            opt.backward(model.a.sum() + (model.b * factor(mark == "O" and rank == 0)).sum())
         opt.step()
         opt.zero_grad()
-        scales.append(opt.loss_scale)
-        if step == 1:
-            saved = opt.full_state_dict()
+        if step in (1, 3):
+            saved = getattr(opt, form)()
             opt = build()
             opt.load_state_dict(saved)
-    return scales
+        scales.append(opt.loss_scale)
+        counters.append(opt.counters)
+    return scales, counters
 
 
 @stages
 @pytest.mark.parametrize("world", [1, 2])
-def test_case_22_scaler_state_is_equal_and_saved(world: int, stage: int) -> None:
-    for result in run_world(world, grow_after_resume, stage):
-        assert result == [8, 8, 16, 16]
+@pytest.mark.parametrize("form", ["state_dict", "full_state_dict"])
+def test_case_22_scaler_state_is_equal_and_saved(world: int, stage: int, form: str) -> None:
+    """The second overflow finds no hysteresis left, as without the loads."""
+    taken, skipped = [1, 2, 3, 3, 3, 4], [0, 0, 0, 1, 2, 2]
+    for scales, counters in run_world(world, resume_twice, stage, form):
+        assert scales == [8, 8, 16, 16, 8, 8]
+        assert [c["taken"] for c in counters] == taken
+        assert [c["skipped"] for c in counters] == skipped
 
 
-def fp16_average(rank: int, world: int, stage: int, value: float) -> Any:
+def fp16_average(rank: int, world: int, stage: int, value: float, wire: Any) -> Any:
     p = torch.nn.Parameter(torch.zeros(9, dtype=torch.float16))
-    opt = dynzero.ZeroOptimizer([p], torch.optim.SGD, lr=1.0, stage=stage)
+    opt = dynzero.ZeroOptimizer([p], torch.optim.SGD, lr=1.0, stage=stage, wire_dtype=wire)
     p.grad = torch.full_like(p, value)
     mean = opt.full_grad(p)
     opt.step()
-    return mean, opt.last_step.overflow
+    return mean, opt.last_step.overflow, p.detach()
 
 
 @stages
 @pytest.mark.parametrize("value", [40000.0, 60000.0, 6e-8])
-def test_case_23_averaging_in_fp16(stage: int, value: float) -> None:
-    exact = torch.full((9,), value, dtype=torch.float16).float()
-    for mean, overflow in run_world(4, fp16_average, stage, value):
+@pytest.mark.parametrize("wire", [None, torch.float32])
+def test_case_23_averaging_in_fp16(stage: int, value: float, wire: Any) -> None:
+    exact = torch.full((9,), value, dtype=torch.float16)
+    for mean, overflow, p in run_world(4, fp16_average, stage, value, wire):
         assert overflow is None
-        assert torch.equal(mean, exact)
+        assert_same_bits(mean, exact.float(), "mean")
+        assert_same_bits(p, -exact, "p")
 
 
 def amp_loop(rank: int, world: int, stage: int) -> dict[str, Any]:
