@@ -230,7 +230,7 @@ def test_case_12_one_rank_lets_it_escape() -> None:
     """Stage 2, whose buckets leave in backward; otherwise rank 1 has just stopped (case 11)."""
     (text, seconds, kept), (_, _, others_kept) = run_world(2, one_lets_it_escape, 2)
     check_words(text, ["rank(s) [1]", "iteration 1", "did not arrive"])
-    assert seconds < SHORT.total_seconds() + 4
+    assert seconds < 5 * SHORT.total_seconds()  # and not the world group's timeout
     assert kept and others_kept
 
 
