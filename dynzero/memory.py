@@ -30,7 +30,7 @@ from .optimizer import ZeroOptimizer
 from .plan import Plan, make_plan
 from .shard import ALIGN
 from .state import NUMBERS
-from .window import IN_FLIGHT
+from .transports.collective import IN_FLIGHT
 
 ROWS = (
     "masters", "moments", "tables", "between_steps", "gradients", "reduced", "buckets", "peak",

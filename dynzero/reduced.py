@@ -17,7 +17,7 @@ from .layout import Layout, dense_strides, flat_copy, flat_view, is_dense, shard
 from .loss_scale import ScaleState
 from .ops import STATUS_FIELDS
 from .plan import Bucket, Plan
-from .transports.collective import Collective
+from .transports.collective import IN_FLIGHT, Collective
 
 
 @dataclass
@@ -37,13 +37,14 @@ class Local:
     taken: Any = field(default_factory=load_extension().GradStore)
 
     def feed(self, reduction: Any, plan: Plan, collective: Collective) -> Iterator[Any]:
-        """If not complete: reduce what there is as it comes; yields what to wait for."""
-        raise NotImplementedError
-
-    @property
-    def complete(self) -> bool:
-        """True if no gradient is still to come."""
-        return True
+        """Reduce what there is, bucket by bucket; yields what to wait for."""
+        while True:
+            with collective.naming_ranks():
+                if reduction.push_on(self.taken, IN_FLIGHT):
+                    return
+            yield reduction
+            with collective.naming_ranks():
+                reduction.receive()
 
     def drop(self) -> None:
         """Forget the gradients: take part in a round with nothing."""

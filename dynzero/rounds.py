@@ -32,8 +32,9 @@ from .transports.collective import Collective
 # the end of backward pushes it on and waits for a bounded time only (to keep memory low in the
 # normal case, where all ranks arrive); the next call that reduces (step and the like) finishes what
 # is left, in order. The result does not depend on when: each round is summed by itself and added in
-# order. After zero_grad() has given up rounds that others may be waiting for, a thread finishes
-# them, for this rank may not come back here before the others have gone on.
+# order. Where ranks differ, asking them for details is left to that call as well. After zero_grad()
+# has given up rounds that others may be waiting for, a thread finishes them, for this rank may not
+# come back here before the others have gone on.
 
 PATIENCE_S = 0.25
 LOOK_EVERY_S = 1e-3
@@ -71,11 +72,10 @@ class Pass(Local):
         watch.begin(self.announced)
         self._open = flags_of(self.announced)  # announced, and its bucket has not left
 
-    @property
-    def complete(self) -> bool:
-        return not self._running
-
     def feed(self, reduction: Any, plan: Plan, collective: Collective) -> Iterator[Any]:
+        if not self._running:
+            yield from super().feed(reduction, plan, collective)
+            return
         feed = ops.BucketFeed(
             reduction, self._reader.scan, self.taken, self.ptrs[0], self.bits, self._open,
             plan.places, self._reader.device.type == "cuda",
@@ -296,8 +296,7 @@ class Rounds:
 
 
 def finish_in_thread(rounds: weakref.ref[Rounds], last: Iterator[Waitable]) -> None:
-    """Looks again and again instead of waiting: a thread that waits in C++ while Python ends aborts
-    the process."""
+    """Look again and again: waiting in C++ while Python ends would abort the process."""
     while (alive := rounds()) is not None and not alive.finish_some(last):
         del alive
         time.sleep(LOOK_EVERY_S)

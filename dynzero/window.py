@@ -17,10 +17,7 @@ from .ops import ops
 from .plan import Bucket, Plan, rooms_of
 from .reduced import Gradients, Local, upload
 from .shard import Shard
-from .transports.collective import Collective
-
-# Buckets in flight: one is being packed while the one before it travels.
-IN_FLIGHT = 2
+from .transports.collective import IN_FLIGHT, Collective
 
 
 class Window:
@@ -92,22 +89,10 @@ class Mover:
             plan.compiled, self.collective.transport, upload(tables, self.device),
             upload(present.contiguous(), self.device), partials, window.nonfinite,
         )  # fmt: skip
-        if local.complete:
-            yield from self._push_all(reduction, local)
-        else:
-            yield from local.feed(reduction, plan, self.collective)
+        yield from local.feed(reduction, plan, self.collective)
         local.own.clear()
         ops.fold_sums(plan.table.rows, partials, False, self.layout.world, window.sumsq)
         window.present |= present
-
-    def _push_all(self, reduction: Any, local: Local) -> Iterator[Any]:
-        while True:
-            with self.collective.naming_ranks():
-                if reduction.push_on(local.taken, IN_FLIGHT):
-                    return
-            yield reduction
-            with self.collective.naming_ranks():
-                reduction.receive()
 
     def gather_grads(self, plan: Plan, window: Window) -> tuple[Tensor, list[Tensor]]:
         """Stage 0: every rank gets the whole reduced gradients. Returns addresses and buffers.
