@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ._build import build_info
-from .fused import FusedSpec, check_elementwise, fused_spec
+from .fused import MEMBERS, FusedSpec, check_elementwise, fused_spec
 from .layout import WIRE_DTYPES, Layout, build_layout, memory_order
 from .loss_scale import parse_loss_scale
 from .reduced import Reader
@@ -182,36 +182,33 @@ def choose_spec(
 
 def follow_options(opt: ZeroOptimizer) -> ValueError | None:
     """Options may change between steps: keep state for them, or complain if no kernel has them."""
-    complaint = wrong_option(opt, opt.param_groups, opt._may_zero)
-    if complaint is not None:
+    try:
+        spec = checked_spec(opt, opt.param_groups, opt._may_zero)
+    except ValueError as complaint:
         return complaint
-    average = mean_over_present(opt.param_groups, opt._layout)
-    if not same_flags(average, opt._mean_over_present):
-        opt._mean_over_present = average
-        opt._plans.clear()  # they hold the divisors
-    if opt._spec is not None:
-        spec, _ = fused_spec(opt._class, opt.param_groups)
-        assert spec is not None
-        if len(spec.keys) > len(opt._spec.keys):
-            assert isinstance(opt._shard, FusedShard)
-            opt._spec = spec
-            opt._shard.respec(spec)
+    if spec is not None and opt._spec is not None and len(spec.keys) > len(opt._spec.keys):
+        assert isinstance(opt._shard, FusedShard)
+        opt._spec = spec
+        opt._shard.respec(spec)
     return None
 
 
-def wrong_option(
+def checked_spec(
     opt: ZeroOptimizer, groups: list[dict[str, Any]], may_zero: bool
-) -> ValueError | None:
-    """What cannot be in these groups. may_zero: groups may give absent parameters zeros."""
+) -> FusedSpec | None:
+    """The kernel that covers these options (None without one); ValueError if they cannot be.
+
+    may_zero: groups may give absent parameters zeros.
+    """
     for g, group in enumerate(groups):
         if group["absent"] not in ABSENT or group["average"] not in AVERAGE:
-            return ValueError(
+            raise ValueError(
                 f"group {g}: expected absent {' or '.join(map(repr, ABSENT))} and average "
                 f"{' or '.join(map(repr, AVERAGE))}, got {group['absent']!r} and "
                 f"{group['average']!r}"
             )
         if not may_zero and group["absent"] != "skip":
-            return ValueError(
+            raise ValueError(
                 f"group {g}: absent: expected 'skip' as at construction, got "
                 f"{group['absent']!r}; set it when the optimizer is built"
             )
@@ -219,19 +216,15 @@ def wrong_option(
         return None
     spec, reason = fused_spec(opt._class, groups)
     if spec is None:
-        return ValueError(
+        raise ValueError(
             f"{reason}, and was off at construction; build the optimizer with it, or fused=False"
         )
     try:
         for group in groups:
             spec.row(group)
     except (TypeError, ValueError, KeyError) as cause:
-        return ValueError(f"options of a parameter group: {cause!r}; see param_groups")
-    return None
-
-
-def same_flags(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is b or (a is not None and b is not None and torch.equal(a, b))
+        raise ValueError(f"options of a parameter group: {cause!r}; see param_groups") from cause
+    return spec
 
 
 def build_shard(opt: ZeroOptimizer) -> Shard:
@@ -299,7 +292,7 @@ def hyperparameters(groups: list[dict[str, Any]]) -> list[list[tuple[str, Any]]]
         [
             (k, "on the device" if isinstance(v, Tensor) and v.is_cuda else number(v))
             for k, v in sorted(group.items())
-            if k not in ("params", "param_names")
+            if k not in MEMBERS
         ]
         for group in groups
     ]
@@ -312,8 +305,7 @@ def number(value: Any) -> Any:
 def adopt_options(opt: ZeroOptimizer, source: int, adopt: bool) -> None:
     """Collective: ranks that `adopt` take the groups' options of rank `source`."""
     mine = [
-        {k: number(v) for k, v in group.items() if k not in ("params", "param_names")}
-        for group in opt.param_groups
+        {k: number(v) for k, v in group.items() if k not in MEMBERS} for group in opt.param_groups
     ]
     theirs = opt._control.gather_objects(mine)[source]
     if adopt:
@@ -378,15 +370,6 @@ def sync_params(
         control.raise_together(error)
 
 
-# Presence helpers.
-
-
-def mean_over_present(groups: list[dict[str, Any]], layout: Layout) -> Tensor | None:
-    """bool [params]: averaged over the ranks that used the parameter. None if none is."""
-    by_group = torch.tensor([group["average"] == "present" for group in groups])
-    return by_group[layout.group] if bool(by_group.any()) else None
-
-
 # Growing.
 
 
@@ -399,9 +382,7 @@ def add_group(opt: ZeroOptimizer, group: dict[str, Any], add: Callable[[Any], No
         known = {id(p): name for p, name in zip(opt._params, opt._names, strict=True)}
         (checked,) = without_duplicates([group], known)
         add(checked)
-        wrong = wrong_option(opt, opt.param_groups, True)
-        if wrong is not None:
-            raise wrong
+        checked_spec(opt, opt.param_groups, may_zero=True)
         layout, params, names = grown_layout(opt)
         lines = [f"{n}: {tuple(p.shape)} {p.dtype}" for n, p in zip(names, params, strict=True)]
         lines += hyperparameter_lines(opt.param_groups)
@@ -435,7 +416,6 @@ def commit_group(
     opt._names, opt._layout = names, layout
     opt._reader = Reader(opt._params, layout, opt._device)
     opt._plans.clear()
-    opt._mean_over_present = mean_over_present(opt.param_groups, layout)
     opt._may_zero = any(group["absent"] == "zero" for group in opt.param_groups)
     opt._touched = torch.nn.functional.pad(
         opt._touched, (0, layout.bit_bytes - opt._touched.numel())

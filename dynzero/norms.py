@@ -12,21 +12,21 @@ from . import reduction
 from .layout import shard_dtype, unflatten
 from .ops import RECORD_COLUMNS, ops
 from .reduced import Gradients, Local
-from .transports.control import Agreed
+from .transports.control import NO_DETAIL, Agreed
 
 if TYPE_CHECKING:
     from .optimizer import ZeroOptimizer
-
-NONE = (0.0, 0.0)
 
 
 def checked(max_norm: Any, norm_type: Any) -> tuple[tuple[float, float], ValueError | None]:
     """Both as numbers, and what is wrong with them: for all ranks to raise, not for this alone."""
     limit, order = as_number(max_norm), as_number(norm_type)
     if not limit >= 0:
-        return NONE, ValueError(f"max_norm: expected a number of at least 0, got {max_norm!r}")
+        return NO_DETAIL, ValueError(f"max_norm: expected a number of at least 0, got {max_norm!r}")
     if not order > 0:
-        return NONE, ValueError(f"norm_type: expected a number above 0 or inf, got {norm_type!r}")
+        return NO_DETAIL, ValueError(
+            f"norm_type: expected a number above 0 or inf, got {norm_type!r}"
+        )
     return (limit, order), None
 
 

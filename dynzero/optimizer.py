@@ -108,9 +108,7 @@ class ZeroOptimizer(Optimizer):
         options.check()
         self._options, self._class = options, cls
         self._class_kwargs = defaults
-        torch_defaults, kept = construction.probe(cls, defaults)
-        self._state_keys = tuple(kept)
-        self._state_tensors = [key for key, is_tensor in kept.items() if is_tensor]
+        torch_defaults, self._state_keys = construction.probe(cls, defaults)
         own = {"absent": options.absent, "average": options.average}
         super().__init__(construction.without_duplicates(params), {**torch_defaults, **own})
         self._params, self._names, group_of = construction.flatten_groups(self.param_groups)
@@ -130,7 +128,6 @@ class ZeroOptimizer(Optimizer):
         self._repeated = Repeated() if self._options.presence == "static" else None
         self._in_backward = False  # also after a backward() that raised
         self._plans = PlanCache()
-        self._mean_over_present = construction.mean_over_present(self.param_groups, self._layout)
         self._window = Window(self._layout, self._device)
         self._options_seen = Seen()
         self._touched = torch.zeros(self._layout.bit_bytes, dtype=torch.uint8)

@@ -21,6 +21,7 @@ from .rounds import Later, Pass, Waitable
 from .transports.control import (
     COMPLAINT,
     LOST,
+    NO_DETAIL,
     Action,
     Agreed,
     Exchange,
@@ -31,8 +32,6 @@ from .window import run
 
 if TYPE_CHECKING:
     from .optimizer import ZeroOptimizer
-
-NO_DETAIL = (0.0, 0.0)
 
 
 class Fingerprint:

@@ -38,18 +38,19 @@ def plan_of(
     present: uint8 [world, bytes], whose counts become the divisors of "present" averages; None
     divides by the world size (which a reduction never uses).
     """
-    by_count = opt._mean_over_present
-    if by_count is None:
+    averages = tuple(group["average"] for group in opt.param_groups)
+    if "present" not in averages:
         present = None
-    key = (raw(bits), b"" if present is None else raw(present), whole)
+    key = (raw(bits), b"" if present is None else raw(present), averages, whole)
     plan = opt._plans.get(key)
     if plan is None:
         with Range("dynzero::plan"):
             active = indices_of(bits, opt._layout.size)
             divisor = torch.full_like(active, opt._layout.world)
-            if present is not None and by_count is not None:
+            if present is not None:
                 counts = counts_of(present, active).clamp(min=1)
-                divisor = torch.where(by_count[active], counts, divisor)
+                by_count = torch.tensor([average == "present" for average in averages])
+                divisor = torch.where(by_count[opt._layout.group[active]], counts, divisor)
             # With one process nothing travels: a bucket is just one launch, for all there is.
             bucket_bytes = opt._options.bucket_bytes if opt._mover is not None else math.inf
             plan = make_plan(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import construction, presence
-from .fused import MEMBERS, fused_spec
+from .fused import MEMBERS
 from .layout import flat_copy, shard_dtype, unflatten
 from .shard import FusedShard
 from .transports.control import Action
@@ -120,7 +120,8 @@ def load(opt: ZeroOptimizer, state_dict: dict[str, Any]) -> None:
         state_dict = run_pre_hooks(opt, state_dict)
         order = match_params(opt, state_dict)
         own = state_dict.get("dynzero") or {}
-        check_options(opt, state_dict["param_groups"], own)
+        groups = loaded_groups(opt, state_dict["param_groups"], own)
+        check_options(opt, groups)
         form = check_tag(opt, own)
         for saved, state in state_dict["state"].items():
             if saved not in order:
@@ -137,7 +138,7 @@ def load(opt: ZeroOptimizer, state_dict: dict[str, Any]) -> None:
         error = ValueError(f"load_state_dict: expected a state dict of an optimizer: {caught!r}")
     opt._control.raise_together(error)
     construction.agree_on_setup(opt._control, lines)
-    commit(opt, state_dict, loaded)
+    commit(opt, own, groups, loaded)
 
 
 def summary(
@@ -153,8 +154,7 @@ def summary(
         number = step.item() if isinstance(step, Tensor) else step
         lines.append(f"loaded state of '{opt._names[i]}': {sorted(state)}, step {number}")
     groups = torch_groups(state_dict["param_groups"])
-    plain = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
-    return lines + [f"loaded {line}" for line in construction.hyperparameter_lines(plain)]
+    return lines + [f"loaded {line}" for line in construction.hyperparameter_lines(groups)]
 
 
 def run_pre_hooks(opt: ZeroOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -225,19 +225,17 @@ def check_entries(opt: ZeroOptimizer, i: int, state: dict[str, Any]) -> None:
         )
 
 
-def check_options(opt: ZeroOptimizer, groups: list[dict[str, Any]], own: dict[str, Any]) -> None:
+def check_options(opt: ZeroOptimizer, groups: list[dict[str, Any]]) -> None:
     """The kernels must cover the options that are loaded as they did those at construction."""
-    now = loaded_groups(opt, groups, own)
-    wrong = construction.wrong_option(opt, now, opt._may_zero)
-    if wrong is not None:
-        raise ValueError(f"load_state_dict: {wrong}")
-    if opt._spec is not None:
-        spec, _ = fused_spec(opt._class, now)
-        if spec is None or spec.keys != opt._spec.keys:
-            raise ValueError(
-                "load_state_dict: momentum was 0 at construction; build the optimizer with the "
-                "saved options"
-            )
+    try:
+        spec = construction.checked_spec(opt, groups, opt._may_zero)
+    except ValueError as wrong:
+        raise ValueError(f"load_state_dict: {wrong}") from wrong
+    if spec is not None and opt._spec is not None and spec.keys != opt._spec.keys:
+        raise ValueError(
+            "load_state_dict: momentum was 0 at construction; build the optimizer with the saved "
+            "options"
+        )
 
 
 def loaded_groups(
@@ -270,7 +268,7 @@ def piece_of(opt: ZeroOptimizer, i: int, key: str, value: Any, form: str) -> Any
     if key in NUMBERS or value is None:
         return value
     if not isinstance(value, Tensor):
-        if key in opt._state_tensors or key == "master":
+        if opt._state_keys.get(key) or key == "master":
             raise ValueError(
                 f"load_state_dict: '{key}' of parameter '{name}': expected a tensor, got {value!r}"
             )
@@ -297,12 +295,12 @@ def piece_of(opt: ZeroOptimizer, i: int, key: str, value: Any, form: str) -> Any
 
 def commit(
     opt: ZeroOptimizer,
-    state_dict: dict[str, Any],
+    own: dict[str, Any],
+    groups: list[dict[str, Any]],
     loaded: dict[int, tuple[dict[str, Any], Tensor | None]],
 ) -> None:
-    own = state_dict.get("dynzero") or {}
-    now = loaded_groups(opt, state_dict["param_groups"], own)
-    for ours, theirs in zip(opt.param_groups, now, strict=True):
+    """own: what we have added to torch's dictionary. groups: as they are from now on."""
+    for ours, theirs in zip(opt.param_groups, groups, strict=True):
         ours.update(theirs)
     opt._shard.clear()
     for i, (state, master) in loaded.items():

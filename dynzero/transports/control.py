@@ -59,6 +59,7 @@ SPOKEN = {
 }
 # Message.trouble: an error to report; or gradients of a window that another rank has given up.
 COMPLAINT, LOST = 1, 2
+NO_DETAIL = (0.0, 0.0)
 
 
 class Message(NamedTuple):
