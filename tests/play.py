@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from world import rank_device, run_world
 
 import dynzero
+from dynzero._C import Transfer, Transport
 
 stages = pytest.mark.parametrize("stage", [0, 1, 2])
 # The tolerance against the oracle, float32.
@@ -28,6 +29,30 @@ def worlds(*sizes: int) -> pytest.MarkDecorator:
     if 2 in sizes and dist.is_nccl_available() and torch.cuda.device_count() >= 2:
         cases.append((2, "nccl"))
     return pytest.mark.parametrize(("world", "backend"), cases)
+
+
+class Weighing(Transport):
+    """Notes the bytes of each bucket that this rank sends."""
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__()
+        self.inner = inner
+        self.reduced: list[int] = []
+        self.gathered: list[int] = []
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Transfer:
+        self.reduced.append(sent.nbytes)
+        return self.inner.all_to_all(received, sent)
+
+    def all_gather(self, everybody: Tensor, mine: Tensor) -> Transfer:
+        self.gathered.append(mine.nbytes)
+        return self.inner.all_gather(everybody, mine)
+
+
+def weigh(opt: dynzero.ZeroOptimizer) -> Weighing:
+    """From now on; several ranks only."""
+    opt._mover.collective.transport = Weighing(opt._mover.collective.transport)
+    return opt._mover.collective.transport
 
 
 def zero_class(optimizer: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:

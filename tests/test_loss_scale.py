@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -99,7 +100,8 @@ def two_overflows(
     scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
     seen = []
     for step in range(4):
-        opt.backward((p * factor(step in (1, 2) and rank == 0)).sum())
+        values = (1.0, math.inf, math.nan, 1.0) if rank == 0 else (1.0,) * 4
+        opt.backward((p * values[step]).sum())
         opt.step()
         seen.append((p.detach().clone(), state_by_name(opt.full_state_dict())))
         if opt.last_step.stepped:
@@ -140,6 +142,7 @@ def test_case_21_a_skipped_step_nobody_sees(
             assert_states_equal(after, state, assert_same_bits)
         assert len(result["log"]) == 2
         assert "iteration 1" in result["log"][0] and "inf in 'p' on rank 0" in result["log"][0]
+        assert "iteration 2" in result["log"][1] and "nan in 'p' on rank 0" in result["log"][1]
 
 
 def resume_twice(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from play import worlds
+from play import weigh, worlds
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from world import check_words, message_of, rank_device, run_world
@@ -96,21 +96,6 @@ def mean_grads(factors: list[list[float | None]], divisors: list[int]) -> list[T
     return out
 
 
-class Counting(Transport):
-    """Notes each bucket that is sent."""
-
-    def __init__(self, inner: Transport, sent: list[int]) -> None:
-        super().__init__()
-        self.inner, self.sent = inner, sent
-
-    def all_gather(self, *buffers: Tensor) -> Transfer:
-        return self.inner.all_gather(*buffers)
-
-    def all_to_all(self, *buffers: Tensor) -> Transfer:
-        self.sent.append(1)
-        return self.inner.all_to_all(*buffers)
-
-
 def until_announced(opt: dynzero.ZeroOptimizer) -> None:
     """In backward: long enough for the other ranks to announce their pass, too."""
     deadline = time.monotonic() + 20
@@ -122,8 +107,7 @@ def until_announced(opt: dynzero.ZeroOptimizer) -> None:
 def sent_before_the_end(rank: int, world: int) -> tuple[list[Tensor], int, int]:
     params = parameters(rank_device())
     opt = build(params)
-    sent: list[int] = []
-    opt._mover.collective.transport = Counting(opt._mover.collective.transport, sent)
+    sent = weigh(opt).reduced
     early = 0
 
     def count() -> None:
