@@ -20,7 +20,7 @@ def needs_gpus(count: int) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(reason), reason=reason)
 
 
-# For tests whose ranks run under the backend "nccl", one GPU each.
+# For tests whose ranks run under the backend "nccl", one GPU each; two share one if need be.
 nccl_worlds = pytest.mark.parametrize(
-    "world", [pytest.param(n, marks=[pytest.mark.cuda, needs_gpus(n)]) for n in (1, 2)]
+    "world", [pytest.param(n, marks=[pytest.mark.cuda, needs_gpus(1)]) for n in (1, 2)]
 )

@@ -24,10 +24,10 @@ _ORACLE_OPTIONS = ("average", "absent", "max_grad_norm", "loss_scale")
 
 
 def worlds(*sizes: int) -> pytest.MarkDecorator:
-    """Runs a test with `world` gloo ranks, and with two NCCL ranks where there are two GPUs."""
-    cases = [(size, "gloo") for size in sizes]
-    if 2 in sizes and dist.is_nccl_available() and torch.cuda.device_count() >= 2:
-        cases.append((2, "nccl"))
+    """Runs a test with `world` gloo ranks, and with two NCCL ranks where there is a GPU."""
+    cases: list[Any] = [(size, "gloo") for size in sizes]
+    if 2 in sizes and dist.is_nccl_available() and torch.cuda.is_available():
+        cases.append(pytest.param(2, "nccl", marks=pytest.mark.cuda))
     return pytest.mark.parametrize(("world", "backend"), cases)
 
 

@@ -233,7 +233,7 @@ def _rank_main(
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
     torch.set_num_threads(1)
     if backend == "nccl":
-        _device = torch.device("cuda", rank)
+        _device = _own_or_shared_gpu(rank, world)
         torch.cuda.set_device(_device)
     store = dist.TCPStore("127.0.0.1", port, None, False)
     with contextlib.suppress(EOFError, KeyboardInterrupt, BrokenPipeError):
@@ -254,6 +254,14 @@ def _rank_main(
                 dist.destroy_process_group()
             gc.collect()
             gc.freeze()  # torch's own objects: walking them again costs 0.2 s a case
+
+
+def _own_or_shared_gpu(rank: int, world: int) -> torch.device:
+    """NCCL refuses two ranks of a host on one GPU: where they must share, each is its own host."""
+    gpus = torch.cuda.device_count()
+    if gpus < world:
+        os.environ["NCCL_HOSTID"] = f"rank {rank}"  # data then goes through sockets
+    return torch.device("cuda", rank % gpus)
 
 
 def _unpack(order: bytes) -> tuple[int, Callable[..., Any], tuple[Any, ...], bytes | None]:
