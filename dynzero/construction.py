@@ -250,7 +250,7 @@ def build_mover(control: Control, layout: Layout, device: torch.device, group: A
     except ValueError as caught:
         error = caught
     control.raise_together(error)
-    return Mover(layout, device, Collective(group, control))
+    return Mover(layout, device, Collective(group, control, device))
 
 
 # Comparing ranks.

@@ -46,7 +46,7 @@ class Collective:
                 "'cpu:gloo,cuda:nccl'"
             )
 
-    def __init__(self, group: Any, control: Control) -> None:
+    def __init__(self, group: Any, control: Control, device: torch.device) -> None:
         backend = dist.get_backend(dist.group.WORLD if group is None else group)
         self.control = control
         self.group = dist.new_group(
@@ -54,6 +54,17 @@ class Collective:
         )
         self.transport: Any = load_extension().collective_transport(self.group)
         self._not_reached = load_extension().TransportError
+        self._connect(device)
+
+    def _connect(self, device: torch.device) -> None:
+        """Collective. NCCL connects two ranks when both first send something to each other.
+
+        Until then the first of them waits on the host. That must not happen inside a backward pass,
+        where the other one may be on its way to a collective of the user.
+        """
+        sent = torch.zeros(len(self.control.ranks), dtype=torch.uint8, device=device)
+        with self.naming_ranks():
+            self.transport.all_to_all(torch.empty_like(sent), sent).wait()
 
     def all_gather(self, everybody: Tensor, mine: Tensor) -> None:
         """everybody [world, ...] receives `mine` of each rank.
