@@ -157,14 +157,15 @@ void add_movers(py::module_& m) {
                                                     "Sums gradients onto their owners.")
       .def(py::init([](std::shared_ptr<Buckets> buckets, std::shared_ptr<Transport> transport,
                        at::Tensor addresses, at::Tensor present, at::Tensor partials,
-                       at::Tensor nonfinite) {
+                       at::Tensor nonfinite, bool in_step) {
              ReductionTables tables{std::move(addresses), std::move(present), std::move(partials),
                                     std::move(nonfinite)};
              return std::make_shared<Reduction>(std::move(buckets), std::move(transport),
-                                                std::move(tables));
+                                                std::move(tables), in_step);
            }),
            py::arg("buckets"), py::arg("transport"), py::arg("addresses"), py::arg("present"),
-           py::arg("partials"), py::arg("nonfinite"))
+           py::arg("partials"), py::arg("nonfinite"), py::arg("in_step"))
+      .def_property_readonly("in_step", &Reduction::in_step)
       .def("push_on", &Reduction::push_on, no_gil, py::arg("store"), py::arg("most_in_flight"))
       .def("ready", &Reduction::ready, no_gil)
       .def("receive", &Reduction::receive, no_gil);
@@ -239,14 +240,14 @@ PYBIND11_MODULE(_C, m) {
                                                       "Sends buckets as backward fills them.")
       .def(py::init([](std::shared_ptr<Reduction> reduction, std::shared_ptr<ParamScan> scan,
                        std::shared_ptr<GradStore> store, at::Tensor host_ptrs, at::Tensor bits,
-                       at::Tensor open, const at::Tensor& places, bool aside) {
+                       at::Tensor open, const at::Tensor& places) {
              PassTables tables{std::move(host_ptrs), std::move(bits), std::move(open)};
              return std::make_shared<BucketFeed>(std::move(reduction), std::move(scan),
-                                                 std::move(store), std::move(tables), places,
-                                                 aside);
+                                                 std::move(store), std::move(tables), places);
            }),
            py::arg("reduction"), py::arg("scan"), py::arg("store"), py::arg("host_ptrs"),
-           py::arg("bits"), py::arg("open"), py::arg("places"), py::arg("aside"))
+           py::arg("bits"), py::arg("open"), py::arg("places"))
+      .def_property_readonly("in_step", &BucketFeed::in_step)
       .def("close", &BucketFeed::close)
       .def("ready", &BucketFeed::ready)
       .def("push", &BucketFeed::push)

@@ -17,6 +17,9 @@ namespace {
 
 // One bucket is packed while the one before it travels.
 constexpr int64_t kInFlight = 2;
+// So few tasks may wait for the thread of a TaskQueue that the stream of each rank gets its work in
+// the order of the program: a bucket has been sent by the time the next but one is full.
+constexpr size_t kTasks = 2;
 
 class Busy {
  public:
@@ -77,12 +80,13 @@ void TaskQueue::run(const std::shared_ptr<Shared>& shared, c10::Stream stream) {
     lock.lock();
     if (failure) shared->failure = failure;
     shared->tasks.pop_front();
-    if (shared->tasks.empty()) shared->changed.notify_all();
+    shared->changed.notify_all();
   }
 }
 
 void TaskQueue::add(std::function<void()> task) {
-  const std::lock_guard<std::mutex> lock(shared_->mutex);
+  std::unique_lock<std::mutex> lock(shared_->mutex);
+  shared_->changed.wait(lock, [&] { return shared_->tasks.size() < kTasks; });
   shared_->tasks.push_back(std::move(task));
   shared_->changed.notify_all();
 }
@@ -105,13 +109,13 @@ void TaskQueue::wait() {
 
 BucketFeed::BucketFeed(std::shared_ptr<Reduction> reduction, std::shared_ptr<const ParamScan> scan,
                        std::shared_ptr<GradStore> store, PassTables tables,
-                       const at::Tensor& places, bool aside)
+                       const at::Tensor& places)
     : reduction_(std::move(reduction)),
       scan_(std::move(scan)),
       store_(std::move(store)),
       tables_(std::move(tables)),
       missing_(static_cast<size_t>(reduction_->num_buckets())),
-      aside_(aside) {
+      aside_(reduction_->in_step()) {
   TORCH_CHECK(places.device().is_cpu() && places.scalar_type() == at::ScalarType::Int &&
                   places.is_contiguous() && places.numel() == tables_.host_ptrs.numel(),
               "BucketFeed: expected places contiguous int32 [", tables_.host_ptrs.numel(),
@@ -141,7 +145,7 @@ bool BucketFeed::filled() const { return closed_ || missing_[static_cast<size_t>
 // Whether there is something to be sent or received without waiting for anybody.
 bool BucketFeed::may_push() const {
   if (all_sent()) return reduction_->in_flight() > 0 && reduction_->ready();
-  return filled() && (reduction_->in_flight() < kInFlight || reduction_->ready());
+  return filled() && (reduction_->in_flight() < kInFlight || reduction_->may_make_room());
 }
 
 // The gradients of the next bucket, once.
@@ -150,6 +154,11 @@ std::vector<int64_t> BucketFeed::take() {
   const int64_t number = reduction_->num_buckets() - 1 - next_;
   return scan_->take(reduction_->params(number), tables_.open, tables_.host_ptrs, tables_.bits,
                      *store_);
+}
+
+void BucketFeed::close() {
+  closed_ = true;
+  if (aside_) push_on();
 }
 
 void BucketFeed::sent() {
@@ -176,8 +185,10 @@ bool BucketFeed::push_on() {
       if (!odd_.empty()) break;
       if (aside_) {
         if (!queue_) queue_ = std::make_unique<TaskQueue>(reduction_->current_stream());
-        queue_->add([reduction = reduction_, store = store_, host_ptrs = tables_.host_ptrs,
-                     number = next_number()] { send(*reduction, *store, host_ptrs, number); });
+        auto task = [reduction = reduction_, store = store_, host_ptrs = tables_.host_ptrs,
+                     number = next_number()] { send(*reduction, *store, host_ptrs, number); };
+        const pybind11::gil_scoped_release released;
+        queue_->add(std::move(task));
         sent();
       } else {
         const pybind11::gil_scoped_release released;

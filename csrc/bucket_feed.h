@@ -33,6 +33,7 @@ class TaskQueue {
   TaskQueue(const TaskQueue&) = delete;
   TaskQueue& operator=(const TaskQueue&) = delete;
 
+  // Waits while there are many already.
   void add(std::function<void()> task);
   bool idle() const;
   bool failed() const;
@@ -50,23 +51,22 @@ class TaskQueue {
 // make them wait; the owner of the round, in Python, does the rest, perhaps in another thread.
 // Everything runs under the GIL, which is given up while buckets move: to wait for other ranks, and
 // since a process group takes locks under which its threads free tensors, which may need the GIL.
-// On CUDA, hooks only hand gradients over: a TaskQueue packs and sends them, on the same stream,
-// while the thread of autograd goes on launching backward. Nothing else touches the reduction
-// meanwhile.
+// On CUDA, where ranks are in step, hooks only hand gradients over: a TaskQueue packs and sends
+// them, on the same stream, while the thread of autograd goes on launching backward. Nothing else
+// touches the reduction meanwhile.
 class BucketFeed {
  public:
-  // places: int32 [params] on the CPU, the place of each parameter's bucket, -1 for none. aside:
-  // with a TaskQueue.
+  // places: int32 [params] on the CPU, the place of each parameter's bucket, -1 for none.
   BucketFeed(std::shared_ptr<Reduction> reduction, std::shared_ptr<const ParamScan> scan,
-             std::shared_ptr<GradStore> store, PassTables tables, const at::Tensor& places,
-             bool aside);
+             std::shared_ptr<GradStore> store, PassTables tables, const at::Tensor& places);
 
   // Which gradients are still to come, by parameter; told once, at the start.
   void expect(const std::vector<uint8_t>& coming);
   // A gradient is there. True if it was the last one of its bucket.
   bool arrived(int64_t param);
   // The pass is over, and what it left behind has been taken.
-  void close() { closed_ = true; }
+  void close();
+  bool in_step() const { return reduction_->in_step(); }
 
   // In a hook: does all that can be done without waiting. False if the owner is needed.
   bool push_on();
@@ -101,7 +101,7 @@ class BucketFeed {
   bool taken_ = false;          // its gradients are in the store
   std::vector<int64_t> odd_;    // found in a hook
   std::exception_ptr trouble_;  // likewise
-  bool aside_;
+  bool aside_;                  // there is a queue_, once it has work
   std::unique_ptr<TaskQueue> queue_;
 };
 

@@ -55,10 +55,11 @@ void GradStore::clear() {
 }
 
 Reduction::Reduction(std::shared_ptr<const Buckets> buckets, std::shared_ptr<Transport> transport,
-                     ReductionTables tables)
+                     ReductionTables tables, bool in_step)
     : buckets_(std::move(buckets)),
       transport_(std::move(transport)),
       tables_(std::move(tables)),
+      in_step_(in_step),
       grad_ptrs_(tables_.addresses.select(0, 0)),
       shard_ptrs_(tables_.addresses.select(0, 1)),
       accumulate_(tables_.addresses.select(0, 2)) {}

@@ -63,8 +63,9 @@ struct ReductionTables {
 // Sums everybody's gradients onto their owners.
 class Reduction {
  public:
+  // in_step: see Note [In step], dynzero/reduction.py.
   Reduction(std::shared_ptr<const Buckets> buckets, std::shared_ptr<Transport> transport,
-            ReductionTables tables);
+            ReductionTables tables, bool in_step);
 
   // host_ptrs (int64 [params], pinned for CUDA) now knows where the bucket's gradients are.
   void locate(int64_t number, const at::Tensor& host_ptrs);
@@ -74,8 +75,11 @@ class Reduction {
   int64_t num_buckets() const { return static_cast<int64_t>(buckets_->list.size()); }
   const std::vector<int64_t>& params(int64_t number) const { return buckets_->at(number).params; }
   int64_t in_flight() const { return static_cast<int64_t>(parcels_.size()); }
-  // Whether receive() returns without the host waiting for other ranks.
+  bool in_step() const { return in_step_; }
+  // Whether the bucket that was sent first has arrived.
   bool ready() const { return parcels_.empty() || parcels_.front().transfer->ready(); }
+  // Whether it may be received during backward, to make room for another.
+  bool may_make_room() const { return in_step_ || ready(); }
   // Waits for the bucket that was sent first, and sums it into the shard.
   void receive();
   // Sends and receives what it can without waiting, the last buckets first, which is the order in
@@ -92,6 +96,7 @@ class Reduction {
   std::shared_ptr<const Buckets> buckets_;
   std::shared_ptr<Transport> transport_;
   ReductionTables tables_;
+  bool in_step_;
   at::Tensor grad_ptrs_;
   at::Tensor shard_ptrs_;
   at::Tensor accumulate_;

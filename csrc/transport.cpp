@@ -27,10 +27,10 @@ auto reaching_ranks(Call call) {
 
 class Collective final : public Transfer {
  public:
-  Collective(WorkPtr work, bool on_cuda, at::Tensor to, at::Tensor from)
-      : work_(std::move(work)), on_cuda_(on_cuda), to_(std::move(to)), from_(std::move(from)) {}
+  Collective(WorkPtr work, at::Tensor to, at::Tensor from)
+      : work_(std::move(work)), to_(std::move(to)), from_(std::move(from)) {}
 
-  bool ready() override { return on_cuda_ || !work_ || work_->isCompleted(); }
+  bool ready() override { return !work_ || work_->isCompleted(); }
 
   void wait() override {
     const WorkPtr work = std::exchange(work_, nullptr);
@@ -40,7 +40,6 @@ class Collective final : public Transfer {
 
  private:
   WorkPtr work_;
-  bool on_cuda_;
   at::Tensor to_, from_;
 };
 
@@ -70,21 +69,19 @@ class CollectiveTransport final : public Transport {
 };
 
 std::shared_ptr<Transfer> CollectiveTransport::all_to_all(at::Tensor received, at::Tensor sent) {
-  const bool on_cuda = sent.is_cuda();
   at::Tensor to = on_wire(received);
   at::Tensor from = on_wire(sent);
   std::vector<int64_t> equal_parts;
   auto work = reaching_ranks(
       [&] { return group_->DYNZERO_ALL_TO_ALL(to, from, equal_parts, equal_parts); });
-  return std::make_shared<Collective>(std::move(work), on_cuda, std::move(to), std::move(from));
+  return std::make_shared<Collective>(std::move(work), std::move(to), std::move(from));
 }
 
 std::shared_ptr<Transfer> CollectiveTransport::all_gather(at::Tensor everybody, at::Tensor mine) {
-  const bool on_cuda = mine.is_cuda();
   at::Tensor to = on_wire(everybody);
   at::Tensor from = on_wire(mine);
   auto work = reaching_ranks([&] { return group_->DYNZERO_ALL_GATHER(to, from); });
-  return std::make_shared<Collective>(std::move(work), on_cuda, std::move(to), std::move(from));
+  return std::make_shared<Collective>(std::move(work), std::move(to), std::move(from));
 }
 
 }  // namespace

@@ -21,7 +21,7 @@ class Transfer {
  public:
   virtual ~Transfer() = default;
 
-  // Whether wait() returns without the host waiting for other ranks.
+  // Whether the data is there.
   virtual bool ready() { return true; }
 
   // CPU: waits for the data. CUDA: makes the current stream wait for it. Lets go of the buffers.

@@ -22,12 +22,24 @@ if TYPE_CHECKING:
     from .optimizer import ZeroOptimizer
 
 
+# Note [In step]
+# On a GPU the cheapest way to make room for a bucket is to let the stream wait for one that was
+# sent: the host goes on, and memory stays low. But then all that the user launches waits for the
+# other ranks, too, and what they have to send first may wait for something behind it: a collective
+# of the user's in the middle of backward, a bucket of another optimizer. If all ranks do the same
+# things in the same order, each of them has launched what the others wait for, before it waits
+# itself. So the stream waits during backward only in a round in which all ranks have the same
+# gradients, of the only optimizer that reduces during backward. In other rounds a bucket is
+# received once the host sees that it has arrived, and the rest leaves when the ranks next meet.
+
+
 def reduce_round(opt: ZeroOptimizer, local: Local, bits: Tensor) -> Iterator[Any]:
     present = bits[:, : opt._layout.bit_bytes]
     plan = plan_of(opt, union(present), None, whole=False)
     if plan is not None:
-        assert opt._mover is not None
-        yield from opt._mover.reduce(plan, local, present, opt._window)
+        assert opt._mover is not None and opt._rounds is not None
+        in_step = opt._rounds.alone and bool((present == present[0]).all())
+        yield from opt._mover.reduce(plan, local, present, opt._window, in_step=in_step)
 
 
 def plan_of(
@@ -94,7 +106,7 @@ def reduce(
             everything = torch.ones(opt._layout.size, dtype=torch.bool)
             opt._reader.take(local, range(opt._layout.size), everything)
         with Range("dynzero::reduce"):
-            run(opt._mover.reduce(plan, local, present, window))
+            run(opt._mover.reduce(plan, local, present, window, in_step=True))
     final = plan_of(opt, union(window.present) | now, window.present, whole=opt._shard.whole)
     return None if final is None else gradients_of(opt, final, local, window)
 

@@ -44,6 +44,10 @@ FUNCTION_BACKWARD = BackwardCFunction.apply.__code__
 WATCHERS = WeakTensorKeyDictionary()
 
 
+# All that work on a GPU; weak.
+LIVE: weakref.WeakSet[Rounds] = weakref.WeakSet()
+
+
 class Waitable(Protocol):
     def ready(self) -> bool: ...
 
@@ -78,7 +82,7 @@ class Pass(Local):
             return
         feed = ops.BucketFeed(
             reduction, self._reader.scan, self.taken, self.ptrs[0], self.bits, self._open,
-            plan.places, self._reader.device.type == "cuda",
+            plan.places,
         )  # fmt: skip
         self._feed = feed
         self._watch.follow(feed)
@@ -127,6 +131,8 @@ class Rounds:
         self.superseded = False
         # All work of rounds is queued on one stream, wherever hooks and calls find themselves.
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        if self._stream is not None:
+            LIVE.add(self)
         self._handles: list[Any] = []
         weakref.finalize(self, remove_all, self._handles)
         me = weakref.ref(self)
@@ -143,6 +149,11 @@ class Rounds:
         stream_id = 0 if self._stream is None else self._stream.stream_id
         self._watch = ops.GradWatch(meet, progress, stream_id)
         self.watch(params)
+
+    @property
+    def alone(self) -> bool:
+        """No other optimizer of this process may have buckets on the GPU's streams."""
+        return len(LIVE) < 2
 
     @property
     def paused(self) -> bool:
@@ -172,6 +183,7 @@ class Rounds:
         if inside_function():
             return False
         self.end_pass()  # one that an exception has cut short
+        self._advance(0.0, in_stream=True)
         opener = self._open()
         assert opener is not None
         with self._on_stream():
@@ -228,20 +240,27 @@ class Rounds:
         self._stream.wait_stream(current)
         return torch.cuda.stream(self._stream)
 
-    def _advance(self, deadline: float) -> None:
-        """Push rounds on, in order, waiting for others until `deadline` (time.monotonic)."""
+    def _advance(self, deadline: float, *, in_stream: bool = False) -> None:
+        """Push rounds on, in order, waiting for others until `deadline` (time.monotonic).
+
+        in_stream: CUDA streams may be made to wait for rounds that are in step.
+        """
         if not self._driving.acquire(blocking=False):
             return
         try:
-            while self._queue and self._may_go_on(deadline):
+            while self._queue and self._may_go_on(deadline, in_stream=in_stream):
                 self._next()
         finally:
             self._driving.release()
 
-    def _may_go_on(self, deadline: float, *, later: bool = False) -> bool:
-        if isinstance(self._waits_for, Later):
+    def _may_go_on(self, deadline: float, *, later: bool = False, in_stream: bool = False) -> bool:
+        waits_for: Any = self._waits_for
+        if isinstance(waits_for, Later):
             return later
-        while self._waits_for is not None and not self._waits_for.ready():
+        if self._stream is not None and isinstance(waits_for, (ops.BucketFeed, ops.Reduction)):
+            # On its way, which is nothing that the host has to wait for.
+            return bool(waits_for.ready()) or (in_stream and waits_for.in_step)
+        while waits_for is not None and not waits_for.ready():
             if time.monotonic() > deadline:
                 return False
             time.sleep(2e-5)

@@ -73,11 +73,14 @@ class Mover:
     def __init__(self, layout: Layout, device: torch.device, collective: Collective) -> None:
         self.layout, self.device, self.collective = layout, device, collective
 
-    def reduce(self, plan: Plan, local: Local, present: Tensor, window: Window) -> Iterator[Any]:
+    def reduce(
+        self, plan: Plan, local: Local, present: Tensor, window: Window, *, in_step: bool
+    ) -> Iterator[Any]:
         """Sum the local gradients of all ranks into the window; yields before each wait.
 
         present: uint8 [world, bytes], the ranks that contribute to each parameter. Buckets go in
-        the order in which backward completes them, the last parameters first.
+        the order in which backward completes them, the last parameters first. in_step: see Note
+        [In step].
         """
         accumulate = (window.ptrs != 0).to(torch.int64)
         window.claim(plan)
@@ -88,6 +91,7 @@ class Mover:
         reduction = ops.Reduction(
             plan.compiled, self.collective.transport, upload(tables, self.device),
             upload(present.contiguous(), self.device), partials, window.nonfinite,
+            in_step and self.device.type == "cuda",
         )  # fmt: skip
         yield from local.feed(reduction, plan, self.collective)
         local.own.clear()

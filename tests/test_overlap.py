@@ -375,10 +375,10 @@ def feed_of(
     everybody = torch.full((1, layout.bit_bytes), 255, dtype=torch.uint8)
     partials = torch.empty(plan.table.own_chunks.numel(), dtype=torch.float64)
     flags = torch.zeros(size, dtype=torch.int32)
-    reduction = Reduction(plan.compiled, mirror, addresses, everybody, partials, flags)
+    reduction = Reduction(plan.compiled, mirror, addresses, everybody, partials, flags, aside)
     opened = torch.ones(size, dtype=torch.bool)
     here = torch.zeros(size, dtype=torch.int64), torch.zeros(layout.bit_bytes, dtype=torch.uint8)
-    feed = BucketFeed(reduction, ParamScan(params), GradStore(), *here, opened, plan.places, aside)
+    feed = BucketFeed(reduction, ParamScan(params), GradStore(), *here, opened, plan.places)
     return feed, shard
 
 
@@ -558,6 +558,61 @@ def test_buckets_do_not_block_a_finished_pass(world: int, backend: str) -> None:
     for got in run_world(world, collective_inside_and_after, backend=backend):
         for p, q in zip(got, params, strict=True):
             torch.testing.assert_close(p, q.detach(), rtol=0, atol=0 if backend == "gloo" else 1e-6)
+
+
+def opposite_optimizers(rank: int, world: int) -> list[Tensor]:
+    """Rank 0 has gradients for all of the first optimizer's parameters, and one of the second's.
+
+    On rank 1 it is the other way round. Each rank's backward can send at once what the other's has
+    to compute first; had it to wait for that, the two would wait for each other.
+    """
+    device = rank_device()
+    first, second = parameters(device), parameters(device)
+    optimizers = [build(first), build(second)]
+    used = first + second[:1] if rank == 0 else second + first[:1]
+    for p in used:
+        p.register_hook(lambda g: time.sleep(0.02))  # the other rank's answer arrives meanwhile
+    chain(used, 1.0).backward()
+    for opt in optimizers:
+        opt.step()
+    return [p.detach().cpu() for p in first + second]
+
+
+@worlds(2)
+def test_optimizers_that_ranks_use_differently_do_not_wait_for_each_other(
+    world: int, backend: str
+) -> None:
+    params = parameters()
+    oracle_step(
+        params,
+        torch.optim.AdamW(params, **OPTIONS),
+        mean_grads([[1.0] * 4, [1.0, None, None, None]], [2] * 4),
+    )
+    for got in run_world(world, opposite_optimizers, backend=backend):
+        for p, q in zip(got, params + params, strict=True):
+            torch.testing.assert_close(p, q.detach(), rtol=0, atol=0 if backend == "gloo" else 1e-6)
+
+
+def rounds_in_step(rank: int, world: int) -> list[bool]:
+    params = parameters()
+    opt = build(params)
+    seen: list[bool] = []
+    reduce = opt._mover.reduce
+
+    def noting(*args: Any, in_step: bool) -> Any:
+        seen.append(in_step)
+        return reduce(*args, in_step=in_step)
+
+    opt._mover.reduce = noting
+    chain(params, 1.0).backward()
+    opt.step()
+    chain(params[: 2 + rank], 1.0).backward()
+    opt.step()
+    return seen
+
+
+def test_streams_wait_in_backward_only_where_ranks_have_the_same_gradients() -> None:
+    assert run_world(2, rounds_in_step) == [[True, False]] * 2
 
 
 def other_rate_found_in_a_hook(rank: int, world: int) -> str:
