@@ -16,9 +16,11 @@
 namespace dynzero {
 namespace {
 
-constexpr int kThreads = 256;
+// As many threads as fit, with little work each: then all that is read and written at a time lies
+// close together, which memory likes best.
+constexpr int kThreads = 512;
 constexpr int kMinBlocks = 4;  // of a multiprocessor: caps the registers
-constexpr int kUnroll = 4;     // packs in flight per thread
+constexpr int kUnroll = 2;     // packs in flight per thread
 
 template <typename Wire>
 struct Slots {
@@ -42,7 +44,7 @@ struct Slots {
     sum.add(y);
     Wire* to = bucket + walk.at(i);
     if (aligned) {
-      store_pack(to, slot);
+      store_pack<CacheHint::kCached>(to, slot);
     } else {
       store_elements(to, slot, N);
     }

@@ -16,9 +16,9 @@
 namespace dynzero {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 512;
 constexpr int kMinBlocks = 4;  // of a multiprocessor: caps the registers
-constexpr int kUnroll = 4;     // packs in flight per thread and rank
+constexpr int kUnroll = 2;     // packs in flight per thread and rank
 
 // Bit i: rank base + i has the parameter. Every lane of the warp looks at one rank.
 __device__ __forceinline__ uint32_t present_ranks(const ReduceShard& args, int64_t param,

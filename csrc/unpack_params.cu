@@ -12,12 +12,12 @@ namespace dynzero {
 namespace {
 
 // Blocks per chunk: nothing is summed here, so a chunk can be cut (see update_shard.cu).
-constexpr int kSplit = 2;
+constexpr int kSplit = 8;
 constexpr int kPart = kChunk / kSplit;
 
-constexpr int kThreads = 256;
-constexpr int kMinBlocks = 5;  // of a multiprocessor: caps the registers
-constexpr int kUnroll = 4;     // packs in flight per thread
+constexpr int kThreads = 128;
+constexpr int kMinBlocks = 16;  // of a multiprocessor: caps the registers
+constexpr int kUnroll = 2;      // packs in flight per thread
 
 template <typename Element>
 __global__ void __launch_bounds__(kThreads, kMinBlocks)

@@ -91,22 +91,32 @@ __device__ __forceinline__ void load_pack(Pack<T, N>& pack, const T* p) {
   }
 }
 
-template <typename T, int N>
+__device__ __forceinline__ void store_word(uint2* p, uint2 w, CacheHint hint) {
+  if (hint == CacheHint::kStreaming) {
+    __stcs(p, w);
+  } else {
+    *p = w;
+  }
+}
+// Written out: the compiler would cut a plain store of four words into single ones, to share them
+// with store_elements.
+__device__ __forceinline__ void store_word(uint4* p, uint4 w, CacheHint hint) {
+  if (hint == CacheHint::kStreaming) {
+    __stcs(p, w);
+  } else {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(w.x), "r"(w.y), "r"(w.z),
+                 "r"(w.w)
+                 : "memory");
+  }
+}
+
+template <CacheHint Hint = kStoreHint, typename T, int N>
 __device__ __forceinline__ void store_pack(T* p, const Pack<T, N>& pack) {
   if constexpr (Pack<T, N>::kWords == 4) {
     const uint4 w = make_uint4(pack.word[0], pack.word[1], pack.word[2], pack.word[3]);
-    if constexpr (kStoreHint == CacheHint::kStreaming) {
-      __stcs(reinterpret_cast<uint4*>(p), w);
-    } else {
-      *reinterpret_cast<uint4*>(p) = w;
-    }
+    store_word(reinterpret_cast<uint4*>(p), w, Hint);
   } else {
-    const uint2 w = make_uint2(pack.word[0], pack.word[1]);
-    if constexpr (kStoreHint == CacheHint::kStreaming) {
-      __stcs(reinterpret_cast<uint2*>(p), w);
-    } else {
-      *reinterpret_cast<uint2*>(p) = w;
-    }
+    store_word(reinterpret_cast<uint2*>(p), make_uint2(pack.word[0], pack.word[1]), Hint);
   }
 }
 
