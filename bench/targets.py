@@ -85,11 +85,14 @@ def step(row: Row, dtype: str) -> bool:
 
 
 def train(row: Row, mode: str, stage: int | None = None, *, alone: bool = False) -> bool:
-    """A row of dynzero in `python -m bench train`; alone: on one GPU, else on several."""
+    """A row of dynzero in `python -m bench train`; alone: on one GPU, else on several.
+
+    Those of gather="lazy" are for comparison: it trades memory for time.
+    """
     case = row["case"]
     return (
         row.get("bench") == "train"
-        and row["impl"].startswith("dynzero")
+        and row["impl"] in ("dynzero_stage1", "dynzero_stage2")
         and "error" not in row
         and case["mode"] == mode
         and stage in (None, case["stage"])

@@ -59,11 +59,12 @@ def bare(place: Place, case: Case) -> Trainer:
     return Trainer(backward, model.zero_grad)
 
 
-def dynzero_of(place: Place, case: Case, stage: int) -> Trainer:
+def dynzero_of(place: Place, case: Case, stage: int, gather: str = "eager") -> Trainer:
     model = build_model(place, case.shape(place), place.dtype)
     half = place.dtype == torch.float16
     opt = dynzero.ZeroOptimizer(
-        model.named_parameters(), torch.optim.AdamW, stage=stage, max_grad_norm=MAX_NORM,
+        model.named_parameters(), torch.optim.AdamW, stage=stage, gather=gather,
+        max_grad_norm=MAX_NORM,
         loss_scale=dynzero.LossScale(init=2.0**FP16_SCALE_BITS) if half else None, **options(place),
     )  # fmt: skip
 
@@ -208,6 +209,8 @@ def impls_of(world: int) -> dict[str, Impl]:
     ours = {
         "dynzero_stage1": Impl(lambda p, c: dynzero_of(p, c, 1), 1, share=True),
         "dynzero_stage2": Impl(lambda p, c: dynzero_of(p, c, 2), 2, share=True),
+        "dynzero_stage1_lazy": Impl(lambda p, c: dynzero_of(p, c, 1, "lazy"), 1),
+        "dynzero_stage2_lazy": Impl(lambda p, c: dynzero_of(p, c, 2, "lazy"), 2),
     }
     others = {
         "deepspeed_stage1": Impl(lambda p, c: deepspeed(p, c, 1), 1, "deepspeed"),
