@@ -19,7 +19,6 @@ constexpr int kThreads = 256;
 constexpr int kMinBlocks = 6;  // of a multiprocessor: caps the registers
 constexpr int kUnroll = 4;     // packs in flight per thread
 constexpr int kFoldThreads = 128;
-constexpr int kFoldSums = 16;  // per thread
 
 template <typename Grad>
 __global__ void __launch_bounds__(kThreads, kMinBlocks) check_shard_kernel(const CheckShard args) {
@@ -58,8 +57,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) check_shard_kernel(const
   publish<kThreads>(sum, args.partials + blockIdx.x, args.nonfinite + row.param);
 }
 
-// One block per row. A big row has so many partials that each thread keeps several sums, whose
-// loads are in flight together: thread t adds partials t, t + n * kFoldThreads, ... to its sum n.
+// One block per row; thread t adds partials t, t + kFoldThreads, ... in that order.
 __global__ void __launch_bounds__(kFoldThreads) fold_sums_kernel(const FoldSums args) {
   let_next_kernel_start();
   wait_for_previous_kernel();
@@ -67,17 +65,9 @@ __global__ void __launch_bounds__(kFoldThreads) fold_sums_kernel(const FoldSums 
   const int64_t numel = args.full ? args.world * row.piece : row.own_numel;
   const int64_t num_partials = (numel + kChunk - 1) / kChunk;
   const double* partials = args.partials + (args.full ? row.full_first : row.own_first);
-  double sums[kFoldSums] = {};
-  for (int64_t i = threadIdx.x; i < num_partials; i += kFoldThreads * kFoldSums) {
-#pragma unroll
-    for (int n = 0; n < kFoldSums; ++n) {
-      const int64_t at = i + n * kFoldThreads;
-      if (at < num_partials) sums[n] += partials[at];
-    }
-  }
   double sum = 0;
-#pragma unroll
-  for (int n = 0; n < kFoldSums; ++n) sum += sums[n];
+#pragma unroll 8
+  for (int64_t i = threadIdx.x; i < num_partials; i += kFoldThreads) sum += partials[i];
   using Reduce = cub::BlockReduce<double, kFoldThreads>;
   __shared__ typename Reduce::TempStorage storage;
   sum = Reduce(storage).Sum(sum);
