@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gpus import needs_gpus
 from models import by_iteration, mixed, two_heads
 from oracle import play_oracle
 from play import assert_equals_oracle, assert_same_bits, check, make, play, stages
@@ -43,15 +44,17 @@ def test_case_32_gloo_and_bf16(world: int, stage: int) -> None:
     check(scenario, world, exact=True, stage=stage, fused=False)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.cuda
+@needs_gpus(1)
 def test_case_32_gloo_and_cuda_tensors() -> None:
     for text in run_world(2, gloo_on_cuda):
         assert "gloo" in text.lower() and "cuda" in text.lower()
 
 
 def gloo_on_cuda(rank: int, world: int) -> str:
-    torch.cuda.set_device(rank)
-    model = two_heads(mixed).model(torch.device("cuda", rank))
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    model = two_heads(mixed).model(device)
     return message_of(ValueError, make, two_heads(mixed), model, stage=1)
 
 
