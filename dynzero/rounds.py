@@ -44,7 +44,7 @@ FUNCTION_BACKWARD = BackwardCFunction.apply.__code__
 WATCHERS = WeakTensorKeyDictionary()
 
 
-# All that work on a GPU; weak.
+# All there are, of this process; weak.
 LIVE: weakref.WeakSet[Rounds] = weakref.WeakSet()
 
 
@@ -131,8 +131,7 @@ class Rounds:
         self.superseded = False
         # All work of rounds is queued on one stream, wherever hooks and calls find themselves.
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        if self._stream is not None:
-            LIVE.add(self)
+        LIVE.add(self)
         self._handles: list[Any] = []
         weakref.finalize(self, remove_all, self._handles)
         me = weakref.ref(self)
@@ -152,8 +151,8 @@ class Rounds:
 
     @property
     def alone(self) -> bool:
-        """No other optimizer of this process may have buckets on the GPU's streams."""
-        return len(LIVE) < 2
+        """No other optimizer of this process may have buckets on their way during backward."""
+        return all(rounds is self or rounds.superseded for rounds in LIVE)
 
     @property
     def paused(self) -> bool:

@@ -611,11 +611,16 @@ def rounds_in_step(rank: int, world: int) -> list[bool]:
     opt.step()
     chain(params[: 2 + rank], 1.0).backward()
     opt.step()
+    other = build(parameters())
+    chain(params, 1.0).backward()
+    opt.step()
+    del other
     return seen
 
 
-def test_streams_wait_in_backward_only_where_ranks_have_the_same_gradients() -> None:
-    assert run_world(2, rounds_in_step) == [[True, False]] * 2
+def test_streams_wait_in_backward_only_where_all_ranks_do_the_same() -> None:
+    """Not where their gradients differ, and not where there is another optimizer."""
+    assert run_world(2, rounds_in_step) == [[True, False, False]] * 2
 
 
 def other_rate_found_in_a_hook(rank: int, world: int) -> str:
