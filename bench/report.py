@@ -49,6 +49,7 @@ def lines_of(files: dict[str, dict[str, Any]], plots: list[str]) -> list[str]:
         "`python -m bench kernels`, `... step` and `... train` write. `ms`: median GPU time (CPU:",
         "wall time) of the op; `host`: microseconds until the call returns, tables built and",
         "uploaded; ratios: GPU time of the other over ours, above 1 means ours is faster.",
+        "Why bars are missed, and what was tried: [LIMITS.md](../LIMITS.md).",
     ]
     lines += [f"\n![{name}]({name})" for name in plots]
     for stem, content in files.items():
