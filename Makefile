@@ -66,6 +66,7 @@ kernels: $(TOOLS)
 	  include=$$($(PY) -c "import os, torch; print(os.path.dirname(torch.__file__) + '/include')") && \
 	  export PATH="$(dir $(PY)):$$PATH" && \
 	  cmake -S . -B build/kernels -G Ninja -DDYNZERO_CUDA=ON -DDYNZERO_TORCH_INCLUDE=$$include \
+	    "-DCMAKE_CUDA_ARCHITECTURES=80-real;90-real" \
 	    > build/kernels.log && cmake --build build/kernels; \
 	else echo "*** dynzero: no nvcc on the PATH, the CUDA kernels are not compiled"; fi
 
