@@ -13,7 +13,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
-STEPS, LR, SCALE = 14, 3e-3, 2.0**19
+STEPS, LR, SCALE = 12, 3e-3, 2.0**19
 
 
 @pytest.mark.world
