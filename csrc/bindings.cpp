@@ -166,6 +166,7 @@ void add_movers(py::module_& m) {
            py::arg("buckets"), py::arg("transport"), py::arg("addresses"), py::arg("present"),
            py::arg("partials"), py::arg("nonfinite"), py::arg("in_step"))
       .def_property_readonly("in_step", &Reduction::in_step)
+      .def_property_readonly("sending", [](const Reduction&) { return false; })
       .def("push_on", &Reduction::push_on, no_gil, py::arg("store"), py::arg("most_in_flight"))
       .def("ready", &Reduction::ready, no_gil)
       .def("receive", &Reduction::receive, no_gil);
@@ -248,6 +249,7 @@ PYBIND11_MODULE(_C, m) {
            py::arg("reduction"), py::arg("scan"), py::arg("store"), py::arg("host_ptrs"),
            py::arg("bits"), py::arg("open"), py::arg("places"))
       .def_property_readonly("in_step", &BucketFeed::in_step)
+      .def_property_readonly("sending", &BucketFeed::sending)
       .def("close", &BucketFeed::close)
       .def("ready", &BucketFeed::ready)
       .def("push", &BucketFeed::push)

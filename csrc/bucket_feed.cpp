@@ -202,7 +202,7 @@ bool BucketFeed::push_on() {
 }
 
 bool BucketFeed::ready() const {
-  return !busy_ && !moving() && (!odd_.empty() || in_trouble() || may_push());
+  return !busy_ && !sending() && (!odd_.empty() || in_trouble() || may_push());
 }
 
 std::vector<int64_t> BucketFeed::push() {
@@ -219,7 +219,7 @@ std::vector<int64_t> BucketFeed::push() {
 }
 
 bool BucketFeed::done() const {
-  return !busy_ && !moving() && !in_trouble() && odd_.empty() && all_sent() &&
+  return !busy_ && !sending() && !in_trouble() && odd_.empty() && all_sent() &&
          reduction_->in_flight() == 0;
 }
 

@@ -67,6 +67,8 @@ class BucketFeed {
   // The pass is over, and what it left behind has been taken.
   void close();
   bool in_step() const { return reduction_->in_step(); }
+  // Whether buckets that have been handed over are still to be sent.
+  bool sending() const { return queue_ && !queue_->idle(); }
 
   // In a hook: does all that can be done without waiting. False if the owner is needed.
   bool push_on();
@@ -80,7 +82,6 @@ class BucketFeed {
 
  private:
   bool all_sent() const { return next_ == reduction_->num_buckets(); }
-  bool moving() const { return queue_ && !queue_->idle(); }
   bool in_trouble() const { return trouble_ || (queue_ && queue_->failed()); }
   bool filled() const;
   bool may_push() const;

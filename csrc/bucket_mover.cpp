@@ -105,10 +105,10 @@ bool Reduction::push_on(GradStore& store, int64_t most_in_flight) {
       send(num_buckets() - ++num_pushed_, store);
     } else if (in_flight() == 0) {
       return true;
-    } else if (!ready()) {
-      return false;
-    } else {
+    } else if (all_sent ? ready() : may_make_room()) {
       receive();
+    } else {
+      return false;
     }
   }
 }

@@ -82,8 +82,8 @@ class Reduction {
   bool may_make_room() const { return in_step_ || ready(); }
   // Waits for the bucket that was sent first, and sums it into the shard.
   void receive();
-  // Sends and receives what it can without waiting, the last buckets first, which is the order in
-  // which backward completes them. True when all are there; if not, receive() is what comes next.
+  // Sends and receives what it can without the host waiting, the last buckets first, which is the
+  // order in which backward completes them. True when all are there; if not, receive() is next.
   bool push_on(GradStore& store, int64_t most_in_flight);
 
  private:

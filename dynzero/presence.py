@@ -6,6 +6,7 @@ optimizer, whose state they read; nothing here touches gradients on the device.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -214,7 +215,7 @@ def judge(opt: ZeroOptimizer, agreed: Agreed, complaint: Exception | None) -> bo
 def take_part(opt: ZeroOptimizer, agreed: Agreed) -> None:
     """Take part, with nothing, in the others' backward round."""
     opt._window.rounds += 1
-    run(reduction.reduce_round(opt, nothing(opt), agreed.round_bits()))
+    run(reduction.reduce_round(opt, nothing(opt), agreed, in_step=True))
 
 
 def nothing(opt: ZeroOptimizer) -> Local:
@@ -260,8 +261,11 @@ def round_of(
     while when[0] > opt._discards.behind:
         bits = current.announced
         agreed = recalled(opt, Action.ROUND, bits, complaint)
+        asked = agreed is None
         if agreed is None:
-            mine = message(opt, Action.ROUND, complaint, when=when)
+            assert opt._rounds is not None
+            detail = time.time(), float(opt._rounds.alone)
+            mine = message(opt, Action.ROUND, complaint, detail, when)
             exchange = opt._control.start(mine, message_bits(opt, bits))
             yield exchange
             agreed = exchange.wait()
@@ -278,7 +282,8 @@ def round_of(
             opt._window.announced |= bits
             opt._window.had |= current.bits
         local = current if ours else nothing(opt)
-        yield from reduction.reduce_round(opt, local, agreed.round_bits())
+        in_step = agreed.in_step(asked=asked)
+        yield from reduction.reduce_round(opt, local, agreed, in_step=in_step)
         if ours:
             return
 

@@ -28,17 +28,21 @@ if TYPE_CHECKING:
 # other ranks, too, and what they have to send first may wait for something behind it: a collective
 # of the user's in the middle of backward, a bucket of another optimizer. If all ranks do the same
 # things in the same order, each of them has launched what the others wait for, before it waits
-# itself. So the stream waits during backward only in a round in which all ranks have the same
-# gradients, of the only optimizer that reduces during backward. In other rounds a bucket is
-# received once the host sees that it has arrived, and the rest leaves when the ranks next meet.
+# itself. So the stream waits during backward only in rounds where all ranks have the same
+# gradients, no rank has a second optimizer that reduces during backward, and all have announced the
+# round at the same time: one that is far ahead ends its backward without an answer, sends nothing
+# before it comes back here, and may first wait for a collective of the user's. In other rounds a
+# bucket is received once the host sees that it has arrived, and the rest leaves when the ranks next
+# meet. All ranks decide alike: one that waits counts on the others to send all they have.
 
 
-def reduce_round(opt: ZeroOptimizer, local: Local, bits: Tensor) -> Iterator[Any]:
-    present = bits[:, : opt._layout.bit_bytes]
+def reduce_round(
+    opt: ZeroOptimizer, local: Local, agreed: Agreed, *, in_step: bool
+) -> Iterator[Any]:
+    present = agreed.round_bits()[:, : opt._layout.bit_bytes]
     plan = plan_of(opt, union(present), None, whole=False)
     if plan is not None:
-        assert opt._mover is not None and opt._rounds is not None
-        in_step = opt._rounds.alone and bool((present == present[0]).all())
+        assert opt._mover is not None
         yield from opt._mover.reduce(plan, local, present, opt._window, in_step=in_step)
 
 

@@ -257,7 +257,10 @@ class Rounds:
         if isinstance(waits_for, Later):
             return later
         if self._stream is not None and isinstance(waits_for, (ops.BucketFeed, ops.Reduction)):
-            # On its way, which is nothing that the host has to wait for.
+            # On its way, which is nothing for the host to wait for; only for its own thread, that
+            # is still sending.
+            while waits_for.sending and time.monotonic() < deadline:
+                time.sleep(2e-5)
             return bool(waits_for.ready()) or (in_stream and waits_for.in_step)
         while waits_for is not None and not waits_for.ready():
             if time.monotonic() > deadline:

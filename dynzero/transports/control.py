@@ -60,10 +60,13 @@ SPOKEN = {
 # Message.trouble: an error to report; or gradients of a window that another rank has given up.
 COMPLAINT, LOST = 1, 2
 NO_DETAIL = (0.0, 0.0)
+# Well below the patience of a rank at the end of backward (rounds.py).
+TOGETHER_S = 0.1
 
 
 class Message(NamedTuple):
-    """The fixed part of a message; `detail` holds the call's arguments as numbers.
+    """The fixed part of a message; `detail` holds the call's arguments as numbers, of a round what
+    Agreed.in_step() asks for.
 
     clears, given_up: zero_grad() calls since the last step, see Note [Giving up a window].
     """
@@ -105,6 +108,21 @@ class Agreed(NamedTuple):
         """Presence of the ranks in the round."""
         taking_part = torch.tensor(self.in_round(), dtype=torch.uint8)
         return self.bits * taking_part.unsqueeze(1)
+
+    def in_step(self, *, asked: bool) -> bool:
+        """If the ranks do the same in this round, at the same time: Note [In step].
+
+        detail: the seconds when each announced it, and 1.0 if none of its other optimizers reduces
+        during backward. asked: the ranks have met for this answer.
+        """
+        times = [m.detail[0] for m in self.messages]
+        together = not asked or max(times) - min(times) < TOGETHER_S
+        bits = self.round_bits()
+        return (
+            together
+            and all(m.detail[1] == 1.0 for m in self.messages)
+            and bool((bits == bits[0]).all())
+        )
 
     def any_at(self, action: Action) -> bool:
         return any(m.action == action for m in self.messages)
@@ -273,6 +291,8 @@ def first_difference(messages: Sequence[Message], names: Sequence[int]) -> str |
         first_rank, first = active[0]
         if m.action is not first.action and Action.ROUND not in (m.action, first.action):
             return out_of_step(first_rank, first, rank, m)
+        if m.action is Action.ROUND:
+            continue
         if m.action is first.action and m.detail != first.detail:
             return (
                 f"{SPOKEN[m.action]} was called with {first.detail} on rank {first_rank} but with "
