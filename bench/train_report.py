@@ -10,7 +10,7 @@ NOTE = """
 `iteration`: median, of the slowest rank, from one iteration's start to the next; forward and
 backward, and the step, are its parts. `bare`: forward and backward of the same model with nothing
 attached; `beyond`: what the iteration takes more than that. `exposed`: what it takes more than with
-the collectives of gradients and parameters replaced by copies on the own GPU. `peak`: GPU memory at
+the collectives of gradients and parameters replaced by writes on the own GPU. `peak`: GPU memory at
 the fullest moment of an iteration, model included. Before timing, every implementation's losses of
 the first five steps had to be those of the first one, up to 3 % of their fall.
 """
