@@ -114,8 +114,7 @@ BucketFeed::BucketFeed(std::shared_ptr<Reduction> reduction, std::shared_ptr<con
       scan_(std::move(scan)),
       store_(std::move(store)),
       tables_(std::move(tables)),
-      missing_(static_cast<size_t>(reduction_->num_buckets())),
-      aside_(reduction_->in_step()) {
+      missing_(static_cast<size_t>(reduction_->num_buckets())) {
   TORCH_CHECK(places.device().is_cpu() && places.scalar_type() == at::ScalarType::Int &&
                   places.is_contiguous() && places.numel() == tables_.host_ptrs.numel(),
               "BucketFeed: expected places contiguous int32 [", tables_.host_ptrs.numel(),
@@ -158,7 +157,7 @@ std::vector<int64_t> BucketFeed::take() {
 
 void BucketFeed::close() {
   closed_ = true;
-  if (aside_) push_on();
+  if (in_step()) push_on();
 }
 
 void BucketFeed::sent() {
@@ -180,10 +179,10 @@ bool BucketFeed::push_on() {
   const Busy busy(busy_);
   const at::NoGradGuard no_grad;  // backward may run with create_graph
   try {
-    while (!all_sent() && odd_.empty() && !in_trouble() && (aside_ ? filled() : may_push())) {
+    while (!all_sent() && odd_.empty() && !in_trouble() && (in_step() ? filled() : may_push())) {
       odd_ = take();
       if (!odd_.empty()) break;
-      if (aside_) {
+      if (in_step()) {
         if (!queue_) queue_ = std::make_unique<TaskQueue>(reduction_->current_stream());
         auto task = [reduction = reduction_, store = store_, host_ptrs = tables_.host_ptrs,
                      number = next_number()] { send(*reduction, *store, host_ptrs, number); };

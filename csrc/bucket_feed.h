@@ -97,13 +97,12 @@ class BucketFeed {
   std::vector<int32_t> place_of_;
   std::vector<int64_t> missing_;  // gradients still to come, by place
   bool closed_ = false;
-  bool busy_ = false;           // somebody is pushing
-  int64_t next_ = 0;            // place of the bucket to be sent
-  bool taken_ = false;          // its gradients are in the store
-  std::vector<int64_t> odd_;    // found in a hook
-  std::exception_ptr trouble_;  // likewise
-  bool aside_;                  // there is a queue_, once it has work
-  std::unique_ptr<TaskQueue> queue_;
+  bool busy_ = false;                 // somebody is pushing
+  int64_t next_ = 0;                  // place of the bucket to be sent
+  bool taken_ = false;                // its gradients are in the store
+  std::vector<int64_t> odd_;          // found in a hook
+  std::exception_ptr trouble_;        // likewise
+  std::unique_ptr<TaskQueue> queue_;  // where ranks are in step, once it has work
 };
 
 }  // namespace dynzero

@@ -117,12 +117,10 @@ class Agreed(NamedTuple):
         """
         times = [m.detail[0] for m in self.messages]
         together = not asked or max(times) - min(times) < TOGETHER_S
-        bits = self.round_bits()
-        return (
-            together
-            and all(m.detail[1] == 1.0 for m in self.messages)
-            and bool((bits == bits[0]).all())
-        )
+        alone = all(m.detail[1] == 1.0 for m in self.messages)
+        if not (together and alone and all(self.in_round())):
+            return False
+        return bool((self.bits == self.bits[0]).all())
 
     def any_at(self, action: Action) -> bool:
         return any(m.action == action for m in self.messages)
@@ -291,9 +289,7 @@ def first_difference(messages: Sequence[Message], names: Sequence[int]) -> str |
         first_rank, first = active[0]
         if m.action is not first.action and Action.ROUND not in (m.action, first.action):
             return out_of_step(first_rank, first, rank, m)
-        if m.action is Action.ROUND:
-            continue
-        if m.action is first.action and m.detail != first.detail:
+        if m.action is first.action is not Action.ROUND and m.detail != first.detail:
             return (
                 f"{SPOKEN[m.action]} was called with {first.detail} on rank {first_rank} but with "
                 f"{m.detail} on rank {rank}; pass the same arguments on every rank"
