@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cub/block/block_reduce.cuh>
+#include <cub/warp/warp_reduce.cuh>
 
 #include "finite_sums.cuh"
 #include "launch.h"
@@ -18,7 +19,10 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kMinBlocks = 6;  // of a multiprocessor: caps the registers
 constexpr int kUnroll = 4;     // packs in flight per thread
-constexpr int kFoldThreads = 128;
+constexpr int kFoldThreads = 512;
+constexpr int kFoldRows = kFoldThreads / 32;  // of a block, a warp each
+constexpr int kWarpPartials = 4096;           // a row with more is for the whole block
+constexpr int kFoldLoads = 8;                 // in flight per thread
 
 template <typename Grad>
 __global__ void __launch_bounds__(kThreads, kMinBlocks) check_shard_kernel(const CheckShard args) {
@@ -57,21 +61,70 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) check_shard_kernel(const
   publish<kThreads>(sum, args.partials + blockIdx.x, args.nonfinite + row.param);
 }
 
-// One block per row; thread t adds partials t, t + kFoldThreads, ... in that order.
+struct Partials {
+  const double* first;
+  int count;
+  int64_t param;
+
+  __device__ __forceinline__ Partials(const FoldSums& args, int64_t number) {
+    const Row row = args.rows[number];
+    const int64_t numel = args.full ? args.world * row.piece : row.own_numel;
+    first = args.partials + (args.full ? row.full_first : row.own_first);
+    count = static_cast<int>((numel + kChunk - 1) / kChunk);
+    param = row.param;
+  }
+
+  // Those of one thread of so many: t, t + Threads, ..., in that order.
+  template <int Threads>
+  __device__ __forceinline__ double sum_of_thread(int t) const {
+    double sum = 0;
+    for (int i = t; i < count; i += Threads * kFoldLoads) {
+      double loaded[kFoldLoads];
+#pragma unroll
+      for (int k = 0; k < kFoldLoads; ++k) {
+        const int at = i + k * Threads;
+        loaded[k] = at < count ? first[at] : 0;
+      }
+#pragma unroll
+      for (int k = 0; k < kFoldLoads; ++k) sum += loaded[k];
+    }
+    return sum;
+  }
+};
+
+// A warp per row; then the whole block for each of its rows that is too long for a warp. How a row
+// is summed depends on its length alone.
 __global__ void __launch_bounds__(kFoldThreads) fold_sums_kernel(const FoldSums args) {
+  using WarpReduce = cub::WarpReduce<double>;
+  using BlockReduce = cub::BlockReduce<double, kFoldThreads>;
+  __shared__ union {
+    typename WarpReduce::TempStorage warp[kFoldRows];
+    typename BlockReduce::TempStorage block;
+  } storage;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int64_t first_row = static_cast<int64_t>(blockIdx.x) * kFoldRows;
+  const int rows =
+      static_cast<int>(min(args.num_rows - first_row, static_cast<int64_t>(kFoldRows)));
   let_next_kernel_start();
   wait_for_previous_kernel();
-  const Row row = args.rows[blockIdx.x];
-  const int64_t numel = args.full ? args.world * row.piece : row.own_numel;
-  const int64_t num_partials = (numel + kChunk - 1) / kChunk;
-  const double* partials = args.partials + (args.full ? row.full_first : row.own_first);
-  double sum = 0;
-#pragma unroll 8
-  for (int64_t i = threadIdx.x; i < num_partials; i += kFoldThreads) sum += partials[i];
-  using Reduce = cub::BlockReduce<double, kFoldThreads>;
-  __shared__ typename Reduce::TempStorage storage;
-  sum = Reduce(storage).Sum(sum);
-  if (threadIdx.x == 0) args.sumsq[row.param] = sum;
+  bool is_long = false;
+  if (warp < rows) {
+    const Partials mine(args, first_row + warp);
+    is_long = mine.count > kWarpPartials;
+    if (!is_long) {
+      const double sum = WarpReduce(storage.warp[warp]).Sum(mine.sum_of_thread<32>(lane));
+      if (lane == 0) args.sumsq[mine.param] = sum;
+    }
+  }
+  if (!__syncthreads_or(is_long)) return;
+  for (int i = 0; i < rows; ++i) {
+    const Partials all(args, first_row + i);
+    if (all.count <= kWarpPartials) continue;
+    const int t = static_cast<int>(threadIdx.x);
+    const double sum = BlockReduce(storage.block).Sum(all.sum_of_thread<kFoldThreads>(t));
+    if (t == 0) args.sumsq[all.param] = sum;
+    __syncthreads();
+  }
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -98,7 +151,8 @@ cudaError_t launch_check_shard(const CheckShard& args, ElementType grad, cudaStr
 }
 
 cudaError_t launch_fold_sums(const FoldSums& args, cudaStream_t stream) {
-  return launch_dependent(fold_sums_kernel, args.num_rows, kFoldThreads, stream, args);
+  const int64_t blocks = (args.num_rows + kFoldRows - 1) / kFoldRows;
+  return launch_dependent(fold_sums_kernel, blocks, kFoldThreads, stream, args);
 }
 
 }  // namespace dynzero

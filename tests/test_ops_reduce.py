@@ -186,3 +186,21 @@ def test_fold_sums_adds_the_chunks_of_each_row(device, full, world):
     reference.fold_sums(sizes.table.rows, partials, full, world, expected)
     torch.testing.assert_close(ours, expected, rtol=1e-14, atol=0, equal_nan=True)
     assert ours[-1].isnan()  # no row has this parameter
+
+
+def test_fold_sums_of_long_and_short_rows_side_by_side(device):
+    """A row of many chunks is added by more threads than a short one, wherever it stands."""
+    counts = [8193, 1, 4097, 0, 31, 4096, 32, 33, 4097, *[2] * 20, 5000]
+    sizes = make_sizes([CHUNK * count for count in counts], torch.float32, device)
+    partials = torch.rand(sum(counts), dtype=torch.float64, device=device)
+    ours = poisoned(len(counts), dtype=torch.float64, device=device)
+    ops.fold_sums(sizes.table.rows, partials, False, 1, ours)
+    *others, first = partials.split([*counts[1:], counts[0]])  # parameter 0 is the last row
+    of_rows = [first, *others]
+    expected = torch.stack([row.sum() for row in of_rows])
+    torch.testing.assert_close(ours, expected, rtol=1e-14, atol=0)
+    for count, row, in_company in zip(counts, of_rows, ours, strict=True):
+        alone = poisoned(1, dtype=torch.float64, device=device)
+        table = make_sizes([CHUNK * count], torch.float32, device).table
+        ops.fold_sums(table.rows, row.clone(), False, 1, alone)
+        assert torch.equal(alone[0], in_company)
