@@ -188,11 +188,12 @@ class Rounds:
         with self._on_stream():
             self._current, round_ = opener(self._watch)
         self._queue.append(round_)
-        me, current = weakref.ref(self), self._current
+        # Weak: on CUDA a thread of autograd may drop this callback only after the next step().
+        me, current = weakref.ref(self), weakref.ref(self._current)
 
         def at_end() -> None:
             rounds = me()
-            if rounds is not None and rounds._current is current:
+            if rounds is not None and rounds._current is not None and rounds._current is current():
                 rounds.end_pass()
                 rounds._advance(time.monotonic() + PATIENCE_S)
 

@@ -8,6 +8,7 @@ import gc
 import time
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -356,4 +357,48 @@ def test_case_31_nothing_is_left(world: int, stage: int, dtype: torch.dtype) -> 
         assert max(after[2:]) - min(after[2:]) < BUCKET, after
         assert after[-1] == pytest.approx(kept, abs=BUCKET), "more than masters and moments"
         assert end == 0
+        assert gone == [True] * 3
+
+
+class EngineThatKeepsCallbacks:
+    """The engine of autograd; as with CUDA, where a thread of its own drops callbacks late."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self.kept = engine, list[Any]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def queue_callback(self, callback: Any) -> None:
+        self.kept.append(callback)
+        self._engine.queue_callback(callback)
+
+
+def windows_behind_late_callbacks(rank: int, world: int) -> list[bool]:
+    """After each step, if the window that it closed is gone."""
+    model = eight_params(torch.float32)
+    opt = adamw(model, stage=2)
+    engine = EngineThatKeepsCallbacks(torch.autograd.Variable._execution_engine)
+    gone = []
+    with mock.patch.object(torch.autograd.Variable, "_execution_engine", engine):
+        for _ in range(3):
+            window = weakref.ref(opt._window)
+            sum(p[0] for p in model.parameters()).backward()
+            opt.step()
+            opt.zero_grad()
+            gone.append(settled_gone(window))
+    assert len(engine.kept) == 3
+    return gone
+
+
+def settled_gone(watch: weakref.ref[Any]) -> bool:
+    """Whether it is gone, given some time: gloo's threads drop what they hold a little later."""
+    deadline = time.monotonic() + 5
+    while watch() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return watch() is None
+
+
+def test_case_31_callbacks_of_autograd_keep_no_gradients() -> None:
+    for gone in run_world(2, windows_behind_late_callbacks):
         assert gone == [True] * 3
