@@ -13,7 +13,8 @@ import torch
 from . import results
 from .machine import BenchError, choose_device, describe
 
-OPS = ("pack_grads", "check_shard", "reduce_shard", "update_shard", "unpack_params")
+OPS = ("pack_grads", "check_shard", "reduce_shard", "update_shard", "unpack_params",
+       "reduce_buckets")  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:

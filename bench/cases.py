@@ -23,7 +23,8 @@ class Case:
 
     source: dtype of the gradients (update_shard: also float32 for a reduced shard). wire: dtype of
     the bucket (update_shard: of the parameters). active: fraction of the tensors that take part.
-    small: tensors of 256 to 65536 elements each, whatever `numel` says.
+    small: tensors of 256 to 65536 elements each, whatever `numel` says. buckets: how many there are
+    (reduce_buckets; the others have one), all with equally many tensors of one size.
     """
 
     op: str
@@ -35,8 +36,11 @@ class Case:
     aligned: bool = True
     world: int = 1
     small: bool = False
+    buckets: int = 1
 
     def sizes(self) -> list[int]:
+        if self.buckets > 1:
+            return [self.numel // self.tensors] * self.tensors
         return tensor_sizes(self.numel, self.tensors, small=self.small)
 
     def as_json(self, elements: int) -> dict[str, Any]:
@@ -49,6 +53,7 @@ class Case:
             "aligned": self.aligned,
             "world": self.world,
             "small": self.small,
+            "buckets": self.buckets,
         }
 
     def __str__(self) -> str:
@@ -60,6 +65,7 @@ class Case:
         parts += [f"{self.active:.0%} active"] if self.active < 1 else []
         parts += [] if self.aligned else ["odd offsets"]
         parts += [f"world {self.world}"] if self.world > 1 else []
+        parts += [f"{self.buckets} buckets"] if self.buckets > 1 else []
         return f"{self.op} " + " ".join(parts)
 
 
@@ -113,7 +119,13 @@ def other_cases_cuda() -> list[Case]:
         Case("update_shard", 800 * M, 580, active=0.5),
         Case("unpack_params", big, 580, world=8), Case("unpack_params", 25 * M, 20, world=8),
         Case("unpack_params", small, 4096, small=True, world=8),
+        *bucket_cases(128 * M, 1, 20, 580, 4096),
     ]  # fmt: skip
+
+
+def bucket_cases(numel: int, *tensors: int) -> list[Case]:
+    """tensors: of each bucket."""
+    return [Case("reduce_buckets", numel, 16 * n, F16, F16, world=2, buckets=16) for n in tensors]
 
 
 def cases_cpu() -> list[Case]:
@@ -133,6 +145,7 @@ def cases_cpu() -> list[Case]:
         Case("update_shard", 20 * M, 580, F32, F32), Case("update_shard", 20 * M, 580, BF16, BF16),
         Case("update_shard", 20 * M, 580, F32, BF16),
         Case("unpack_params", 50 * M, 580, F32, F32, world=4),
+        *bucket_cases(16 * M, 20),
     ]  # fmt: skip
 
 
@@ -146,7 +159,7 @@ def cases_quick(device_type: str) -> list[Case]:
         Case("check_shard", numel, 580, half, half),
         Case("reduce_shard", numel, 20, half, half, world=4),
         Case("update_shard", numel, 580, F32, F32), Case("update_shard", numel, 580, half, half),
-        Case("unpack_params", numel, 580, half, half, world=4),
+        Case("unpack_params", numel, 580, half, half, world=4), *bucket_cases(numel, 20),
     ]  # fmt: skip
 
 

@@ -318,6 +318,7 @@ def pack_bits(rows: Tensor) -> Tensor:
 
 
 def op_classes() -> dict[str, Any]:
+    from .buckets import ReduceBuckets
     from .update import UpdateShard
 
     return {
@@ -326,4 +327,5 @@ def op_classes() -> dict[str, Any]:
         "reduce_shard": ReduceShard,
         "update_shard": UpdateShard,
         "unpack_params": UnpackParams,
+        "reduce_buckets": ReduceBuckets,
     }

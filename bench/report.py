@@ -131,6 +131,7 @@ def special(case: Row) -> str:
     words += [] if case["aligned"] else ["odd offsets"]
     words += [f"world {case['world']}"] if case["world"] > 1 else []
     words += ["small"] if case["small"] else []
+    words += [f"{case['buckets']} buckets"] if case.get("buckets", 1) > 1 else []
     return ", ".join(words)
 
 

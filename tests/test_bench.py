@@ -86,6 +86,7 @@ def test_bench_cases_are_what_they_say():
     for device in ("cpu", "cuda"):
         assert {case.op for case in kernel_cases(device, quick=False, wanted=[])} == {
             "pack_grads", "check_shard", "reduce_shard", "update_shard", "unpack_params",
+            "reduce_buckets",
         }  # fmt: skip
 
 
@@ -98,5 +99,24 @@ def test_bench_targets_take_the_worst_row():
     found = {v.target.text: v for v in verdicts({"gpu": "H200"}, rows)}
     copy = found["pack_grads, 16-bit to the same, 400 MB and more: of the copy"]
     assert copy.worst == 0.95 and not copy.met
-    host = found["pack_grads: host time of 25 us + 40 ns per tensor"]
-    assert host.met
+
+
+def test_bench_counts_host_time_by_bucket():
+    """16 buckets of 20 tensors: 25 us and 20 x 40 ns for each."""
+    case = Case("reduce_buckets", 320_000, 320, world=2, buckets=16)
+    row = {"op": case.op, "case": case.as_json(320_000), "host_us": 16 * (25 + 20 * 0.040)}
+    (found,) = verdicts({"gpu": "H200"}, [row])
+    assert found.target.text.startswith("host time per bucket") and found.worst == 1.0
+
+
+def test_bench_times_no_wrong_sum(monkeypatch):
+    from bench import buckets
+
+    case = Case("reduce_buckets", 3200, 32, world=2, buckets=4)
+    op = buckets.ReduceBuckets(case, torch.device("cpu"))
+    op.check()
+    right = list(op._sums())
+    op.params[3][0] += 1
+    monkeypatch.setattr(op, "_sums", lambda: iter(right))
+    with pytest.raises(machine.BenchError, match="sum of the slots differs"):
+        op.check()
