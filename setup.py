@@ -27,6 +27,7 @@ MODULE_SOURCES = [
     "param_scan.cpp",
     "readback.cpp",
     "transport.cpp",
+    "upload.cpp",
 ]
 # A library is searched for once, in the order of the command line: the kernels' own come last.
 CUDA_LIBRARIES = ["-lc10_cuda", "-ldl", "-lrt", "-lpthread"]

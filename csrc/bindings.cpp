@@ -20,6 +20,7 @@
 #include "readback.h"
 #include "segments.h"
 #include "transport.h"
+#include "upload.h"
 
 namespace py = pybind11;
 
@@ -223,6 +224,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("begin_step", &begin_step, no_gil, "Records -> status, step counts, loss scale.");
   m.def("update_shard", &update_shard, no_gil, "One optimizer step of the own pieces.");
   m.def("unpack_params", &unpack_params, no_gil, "Bucket -> parameters.");
+
+  m.def("upload", &upload, no_gil, py::arg("tables"), py::arg("device"),
+        "Copies of small CPU tensors on a device, in one asynchronous copy.");
 
   add_movers(m);
 

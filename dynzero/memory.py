@@ -220,7 +220,7 @@ def state_bytes(
 
 def table_bytes(setup: Setup, num_groups: int, params: list[Tensor]) -> int:
     """Step counts, sums and flags of a window, the plan; pointers and options for the kernels."""
-    total = 4 * len(params) + 12 * len(params)
+    total = 4 * len(params) + 16 * len(params)
     plans = 2 if setup.whole and setup.layout.world > 1 else 1
     total += plans * setup.plan.table.nbytes
     if setup.spec is not None:

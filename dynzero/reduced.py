@@ -15,7 +15,7 @@ from torch import Tensor
 from ._build import load_extension
 from .layout import Layout, dense_strides, flat_copy, flat_view, is_dense, shard_dtype
 from .loss_scale import ScaleState
-from .ops import STATUS_FIELDS
+from .ops import STATUS_FIELDS, ops
 from .plan import Bucket, Plan
 from .transports.collective import IN_FLIGHT, Collective
 
@@ -242,7 +242,5 @@ class Gradients:
 
 def upload(table: Tensor, device: torch.device) -> Tensor:
     """A copy of a CPU tensor on `device`; asynchronous, through pinned memory, on CUDA."""
-    if device.type == "cpu":
-        return table.clone()
-    # The pinned memory is torch's, which does not hand it out again before the copy is over.
-    return table.pin_memory().to(device, non_blocking=True)
+    uploaded: list[Tensor] = ops.upload([table.contiguous()], device)
+    return uploaded[0]

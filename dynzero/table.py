@@ -29,14 +29,9 @@ class Table(NamedTuple):
     def nbytes(self) -> int:
         return sum(part.numel() * part.element_size() for part in self)
 
-    def to(self, device: torch.device | str, non_blocking: bool = True) -> Table:
+    def to(self, device: torch.device | str) -> Table:
         """On `device`, by one copy."""
-        flat = torch.cat([part.reshape(-1) for part in self])
-        if torch.device(device).type == "cuda":
-            flat = flat.pin_memory()
-        flat = flat.to(device, non_blocking=non_blocking)
-        rows, full, own = flat.split([part.numel() for part in self])
-        return Table(rows.view(self.rows.shape), full, own)
+        return Table(*load_extension().upload(list(self), torch.device(device)))
 
 
 def make_table(rows: Tensor, world: int) -> Table:

@@ -31,8 +31,9 @@ class Window:
         # What this rank has announced, and what of it there really was: see Note [Withdrawn].
         self.announced = torch.zeros(layout.bit_bytes, dtype=torch.uint8)
         self.had = torch.zeros(layout.bit_bytes, dtype=torch.uint8)
-        self.sumsq = torch.zeros(layout.size, dtype=torch.float64, device=device)
-        self.nonfinite = torch.zeros(layout.size, dtype=torch.int32, device=device)
+        # By one fill: float64 sums, int32 flags.
+        zeros = torch.zeros(2, layout.size, dtype=torch.float64, device=device)
+        self.sumsq, self.nonfinite = zeros[0], zeros[1].view(torch.int32)[: layout.size]
         self.rounds = 0
 
     @property
@@ -58,8 +59,10 @@ class Window:
 
     def claim(self, plan: Plan) -> None:
         """Room for the pieces of the plan's parameters that have none yet, in row order."""
-        fresh = self.ptrs[plan.active] == 0
-        rooms = plan.rooms if fresh.all() else rooms_of(self.layout, plan.active[fresh])
+        rooms = plan.rooms
+        if self.buffers:
+            fresh = self.ptrs[plan.active] == 0
+            rooms = plan.rooms if fresh.all() else rooms_of(self.layout, plan.active[fresh])
         for room in rooms:
             # At least one element, so that an empty piece has an address that is not 0.
             buffer = torch.empty(room.numel + 1, dtype=room.dtype, device=self.device)
@@ -84,14 +87,14 @@ class Mover:
         """
         accumulate = (window.ptrs != 0).to(torch.int64)
         window.claim(plan)
-        tables = torch.stack([local.ptrs[0], window.ptrs, accumulate])
+        tables = [torch.stack([local.ptrs[0], window.ptrs, accumulate]), present.contiguous()]
+        addresses, present_there = ops.upload(tables, self.device)
         partials = torch.empty(
             plan.table.own_chunks.numel(), dtype=torch.float64, device=self.device
         )
         reduction = ops.Reduction(
-            plan.compiled, self.collective.transport, upload(tables, self.device),
-            upload(present.contiguous(), self.device), partials, window.nonfinite,
-            in_step and self.device.type == "cuda",
+            plan.compiled, self.collective.transport, addresses, present_there, partials,
+            window.nonfinite, in_step and self.device.type == "cuda",
         )  # fmt: skip
         yield from local.feed(reduction, plan, self.collective)
         local.own.clear()
