@@ -19,7 +19,7 @@ from world import RankFailure, check_words, run_world
 from dynzero._C import Transport
 
 SCENARIO = two_heads(mixed)
-SHORT = datetime.timedelta(seconds=6)  # and yet long enough for a busy machine
+SHORT = datetime.timedelta(seconds=9)  # and yet long enough for a busy machine
 
 
 def die(*_: Any, **__: Any) -> Any:
@@ -84,3 +84,24 @@ def test_a_dead_rank_is_named(world: int, stage: int, where: str) -> None:
         check_words(error.message, [f"rank(s) [{world - 1}]", "iteration 1", "died"])
         if "before" in where:  # noticed in an exchange, without waiting for the timeout
             assert "imed out" not in error.message and "no answer" not in error.message
+
+
+def seconds_until_named(rank: int, world: int) -> tuple[float, float]:
+    """How long the first rank waits for the second, which makes no step, and the group's limit."""
+    limit = datetime.timedelta(seconds=4.5)
+    opt = make(SCENARIO, SCENARIO.model(), process_group=dist.new_group(timeout=limit))
+    waits = opt._control.timeout + opt._control.naming
+    start = time.monotonic()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"rank\(s\) \[1\] did not arrive within 3 s"):
+            opt.step()
+    waited = time.monotonic() - start
+    dist.barrier()  # the second rank lives on
+    return waited, (limit - waits).total_seconds()
+
+
+def test_a_missing_rank_is_named_within_the_timeout() -> None:
+    """3 s of waiting, and 1.5 s, a third of the limit, for finding out who is missing."""
+    (waited, left), _ = run_world(2, seconds_until_named)
+    assert left == 0.0
+    assert waited > 3.0

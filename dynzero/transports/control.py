@@ -62,6 +62,8 @@ COMPLAINT, LOST = 1, 2
 NO_DETAIL = (0.0, 0.0)
 # Well below the patience of a rank at the end of backward (rounds.py).
 TOGETHER_S = 0.1
+# Of the group's timeout, to find out who is missing: so many seconds, at most this share.
+NAMING_S, NAMING_SHARE = 3.0, 1 / 3
 
 
 class Message(NamedTuple):
@@ -146,7 +148,11 @@ class Control:
             )
         self.ranks = dist.get_process_group_ranks(group)
         self.world, self.rank = len(self.ranks), dist.get_rank(group)
-        self.timeout = group_timeout(group)
+        # How long anything waits for another rank, and then for finding out for whom: together the
+        # group's timeout.
+        limit = group_timeout(group)
+        self.naming = min(datetime.timedelta(seconds=NAMING_S), NAMING_SHARE * limit)
+        self.timeout = limit - self.naming
         if self.world > 1:
             self.group = dist.new_group(
                 self.ranks, backend="gloo", timeout=self.timeout, use_local_synchronization=True
@@ -196,7 +202,7 @@ class Control:
             raise self.lost(cause) from cause
 
     def lost(self, cause: Exception) -> RuntimeError:
-        missing = [self.ranks[r] for r in missing_ranks(self)]
+        missing = [self.ranks[r] for r in missing_ranks(self, self.naming.total_seconds())]
         who = f"rank(s) {missing}" if missing else "another rank"
         place = "construction"
         if self.last is not None:
@@ -320,7 +326,7 @@ def group_timeout(group: Any) -> datetime.timedelta:
     return timeout if timeout is not None else dist.constants.default_pg_timeout
 
 
-def missing_ranks(control: Control, grace_s: float = 3.0) -> list[int]:
+def missing_ranks(control: Control, naming_s: float) -> list[int]:
     """Ranks of the group that do not report, through the store, that they miss somebody as well.
 
     They may do so from different places: some may be exchanging data already. The group does not
@@ -330,7 +336,7 @@ def missing_ranks(control: Control, grace_s: float = 3.0) -> list[int]:
         store = dist.distributed_c10d._get_default_store()
         keys = [f"dynzero/{control.group.group_name}/{rank}" for rank in range(control.world)]
         store.set(keys[control.rank], "waiting")
-        deadline = time.monotonic() + grace_s
+        deadline = time.monotonic() + naming_s
         missing = list(range(control.world))
         while missing and time.monotonic() < deadline:
             missing = [r for r in missing if not store.check([keys[r]])]
