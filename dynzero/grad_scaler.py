@@ -37,21 +37,30 @@ class GradScaler(torch.amp.GradScaler):
                 "Attempting to unscale FP16 gradients: build the optimizer with "
                 "loss_scale='dynamic' instead, which unscales in float32"
             )
-        self._check_scale_growth_tracker("unscale_")
+        wires = {wire for wire, _ in optimizer._layout.classes} if optimizer._mover else set()
+        if torch.float16 in wires and optimizer._rounds is None:
+            raise ValueError(
+                "wire_dtype: float16 would lose what is small once unscale_() has divided by the "
+                "scale; expected float32 or bfloat16 with a GradScaler in stages 0 and 1 (or "
+                "stage=2, or loss_scale='dynamic')"
+            )
+        scale = self._prepare(optimizer)
         state: dict[str, Any] = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is not OptState.READY:
             raise RuntimeError("unscale_() has already been called since the last update()")
-        assert self._scale is not None
-        inverse = self._scale.double().reciprocal().float()
+        inverse = scale.double().reciprocal().float()
         with torch.no_grad():
             local, agreed = presence.agree(optimizer, Action.UNSCALE)
-            found = norms.unscale(optimizer, local, agreed, inverse)
+            found, inverses = norms.unscale(optimizer, local, agreed, inverse)
+        state["inverses"] = inverses
         state["found_inf_per_device"] = {found.device: found}
         state["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(optimizer, ZeroOptimizer):
             return super().step(optimizer, *args, **kwargs)
+        if self._enabled:
+            self._prepare(optimizer)
         optimizer._agreed_scaler = True
         before = optimizer.last_step
         try:
@@ -66,3 +75,35 @@ class GradScaler(torch.amp.GradScaler):
                 found.device: found
             }
         return result
+
+    def _prepare(self, optimizer: ZeroOptimizer) -> torch.Tensor:
+        """The scale, which scale() makes; a rank without a loss has not called that yet."""
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(optimizer._device)
+        assert self._scale is not None
+        return self._scale
+
+    def _maybe_opt_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        optimizer_state: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """What step() does after unscale_(); waits for the device, so the scales can be looked at.
+
+        RuntimeError on every rank if the ranks have scaled differently.
+        """
+        if isinstance(optimizer, ZeroOptimizer):
+            inverses = zip(
+                optimizer._control.ranks, optimizer_state["inverses"].tolist(), strict=True
+            )
+            # 0: a rank that has joined.
+            scales = {rank: 1 / inverse for rank, inverse in inverses if inverse}
+            if len(set(scales.values())) > 1:
+                raise RuntimeError(
+                    "GradScaler: ranks have scaled their losses differently, by rank "
+                    + ", ".join(f"{rank}: {scale:g}" for rank, scale in scales.items())
+                    + "; build it with the same options and load the same state on every rank"
+                )
+        return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)

@@ -113,11 +113,14 @@ def full_grad(opt: ZeroOptimizer, local: Local, agreed: Agreed, index: int) -> T
     return unflatten(flat, param)
 
 
-def unscale(opt: ZeroOptimizer, local: Local, agreed: Agreed, inverse: Tensor) -> Tensor:
-    """Multiply the window's gradients by `inverse`; returns 1.0 if any rank has a non-finite one.
+def unscale(
+    opt: ZeroOptimizer, local: Local, agreed: Agreed, inverse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Multiply the window's gradients by `inverse`, 0-dim.
 
-    In stage 2 the window is reduced first, since that is where its gradients are. inverse: 0-dim, 0
-    on a rank that has joined and takes the others'.
+    Returns 1.0 if any rank has a non-finite one, and every rank's `inverse`, [world]. In stage 2
+    the window is reduced first, since that is where its gradients are. A rank that has joined
+    brings 0 and takes the others'.
     """
     found = torch.zeros((), device=opt._device)
     grads = local_values(opt)
@@ -127,11 +130,12 @@ def unscale(opt: ZeroOptimizer, local: Local, agreed: Agreed, inverse: Tensor) -
         found += (opt._window.nonfinite != 0).any()
     for grad in grads if opt._rounds is None else []:
         found += (~torch.isfinite(grad)).any()
-    both = torch.stack([found, inverse.to(opt._device, torch.float32)])
+    rows = torch.stack([found, inverse.to(opt._device, torch.float32)]).unsqueeze(0)
     if opt._mover is not None:
-        both = opt._mover.gather_rows(both).amax(0)
+        rows = opt._mover.gather_rows(rows[0])
+    found, factor = rows.amax(0)
     for grad in grads:
-        grad.mul_(both[1])
+        grad.mul_(factor)
     if opt._rounds is not None:
-        opt._window.sumsq.mul_(both[1].double().square())
-    return both[0]
+        opt._window.sumsq.mul_(factor.double().square())
+    return found, rows[:, 1]
