@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ._build import build_info
 from .fused import MEMBERS, FusedSpec, check_elementwise, fused_spec
 from .layout import WIRE_DTYPES, Layout, build_layout, memory_order
-from .loss_scale import parse_loss_scale
+from .loss_scale import LossScale, parse_loss_scale
 from .reduced import Reader
 from .shard import FusedShard, Shard, TorchShard
 from .transports.collective import Collective, as_bytes
@@ -70,7 +70,12 @@ class Options:
         for name, (fine, expected) in rules.items():
             if not fine:
                 raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
-        parse_loss_scale(self.loss_scale)
+        parsed = parse_loss_scale(self.loss_scale)
+        if isinstance(parsed, LossScale) and not self.check_finite:
+            raise ValueError(
+                "check_finite: expected True with a dynamic loss scale, which backs off where "
+                "gradients are not finite; got False"
+            )
 
 
 def is_positive(value: Any) -> bool:

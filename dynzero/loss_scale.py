@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +32,8 @@ class LossScale:
 
     def __post_init__(self) -> None:
         rules = {
-            "init": (self.init >= self.minimum, "at least minimum"),
-            "growth": (self.growth >= 1, "at least 1"),
+            "init": (self.minimum <= self.init < math.inf, "at least minimum, and finite"),
+            "growth": (1 <= self.growth < math.inf, "at least 1, and finite"),
             "backoff": (0 < self.backoff <= 1, "in (0, 1]"),
             "window": (self.window >= 1, "at least 1"),
             "hysteresis": (self.hysteresis >= 1, "at least 1"),
@@ -54,7 +55,7 @@ class ScaleState:
 
     def __init__(self, loss_scale: Any, device: torch.device) -> None:
         self.config = parse_loss_scale(loss_scale)
-        self._told = 0
+        self.told = 0  # overflows at the minimum that all ranks have raised
         self.options: list[float] = []
         init, hysteresis = 1.0, 1
         if isinstance(self.config, LossScale):
@@ -77,19 +78,23 @@ class ScaleState:
             return loss
         if isinstance(loss, (list, tuple)):
             return type(loss)(self.multiply(part) for part in loss)
+        if isinstance(loss, Tensor):
+            loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
         return loss * self.value.to(torch.float32)
 
     @property
     def value(self) -> Tensor:
         return self.tensor[SCALE_FIELDS["value"]]
 
-    def exhausted(self, overflows: int) -> RuntimeError | None:
-        """A complaint if there were more overflows at the minimum than when last complained."""
-        if overflows <= self._told:
-            return None
-        self._told = overflows
-        if not isinstance(self.config, LossScale) or self.config.on_minimum == "continue":
-            return None
+    def exhausted(self, overflows: int) -> bool:
+        """If there were more overflows at the minimum than all ranks have raised."""
+        raises = isinstance(self.config, LossScale) and self.config.on_minimum == "raise"
+        return raises and overflows > self.told
+
+    def exhaustion(self, overflows: int) -> RuntimeError:
+        """The error for it, the same on all ranks."""
+        assert isinstance(self.config, LossScale)
+        self.told = overflows
         return RuntimeError(
             f"the loss scale is at its minimum of {self.config.minimum:g} and gradients overflowed "
             "again: training has diverged, or the minimum is too high; look at last_step.overflow, "
@@ -107,6 +112,7 @@ class ScaleState:
         """Counters always; the scale itself only into a dynamic one."""
         for name, value in self.checked(state).items():
             self.tensor[SCALE_FIELDS[name]] = value
+        self.told = int(self.tensor[SCALE_FIELDS["exhausted"]])
 
     def checked(self, state: dict[str, float]) -> dict[str, float]:
         """What is taken of a saved state; an exception if that is not there, or not a number."""
@@ -119,7 +125,8 @@ def parse_loss_scale(loss_scale: Any) -> LossScale | float | None:
         return loss_scale
     if loss_scale == "dynamic":
         return LossScale()
-    if isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool) and loss_scale > 0:
+    number = isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool)
+    if number and 0 < loss_scale < math.inf:
         return float(loss_scale)
     raise ValueError(
         "loss_scale: expected None, a positive number, 'dynamic' or dynzero.LossScale(...), got "

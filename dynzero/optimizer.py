@@ -187,13 +187,14 @@ class ZeroOptimizer(Optimizer):
         grads = reduction.reduce(self, local, agreed, closing=True)
         iteration = self._iteration
         self._iteration += 1
+        names, ranks, scale = self._layout.names, self._control.ranks, self._scale.value
         if grads is None:
-            self.last_step = LastStep(iteration, self._layout.names, None)
+            self.last_step = LastStep(iteration, names, ranks, None, scale.clone())
         else:
             status = grads.status = self._check(grads)
             self._update_and_gather(grads)
             outcome = Outcome(status, local.captured)
-            self.last_step = LastStep(iteration, self._layout.names, outcome)
+            self.last_step = LastStep(iteration, names, ranks, outcome, scale)
             self.last_step.present = grads.present
             if not outcome.captured:
                 self._outcomes.follow(self.last_step)
@@ -275,6 +276,8 @@ class ZeroOptimizer(Optimizer):
         """
         super().zero_grad(set_to_none)
         presence.discard(self)
+        if not capturing(self._device):
+            self._outcomes.poll()
         if self._arrivals is not None:
             self._arrivals.clear()
         if set_to_none:
@@ -301,7 +304,9 @@ class ZeroOptimizer(Optimizer):
         """Around a training loop over uneven data: at its end, take part until all ranks are done.
 
         A rank that has left its loop contributes nothing to the others' steps but follows them, so
-        that all ranks hold the same parameters in the end. An exception leaves without joining.
+        that all ranks hold the same parameters in the end. Gradients that it has not stepped with
+        are dropped, in stage 2 those that have not been reduced yet. An exception leaves without
+        joining.
         """
         if self._repeated is not None:
             raise ValueError(
@@ -357,6 +362,7 @@ class ZeroOptimizer(Optimizer):
     @property
     def counters(self) -> dict[str, int]:
         """{"taken": steps taken, "skipped": steps skipped}. Waits for the device."""
+        self._outcomes.poll(wait=True)
         taken, skipped = self._scale.counters()
         return {"taken": taken, "skipped": skipped}
 

@@ -21,6 +21,7 @@ from .reduced import Local
 from .rounds import Later, Pass, Waitable
 from .transports.control import (
     COMPLAINT,
+    EXHAUSTED,
     LOST,
     NO_DETAIL,
     Action,
@@ -58,13 +59,15 @@ def message(
 ) -> Message:
     """when: clears and given_up of a message that may be sent later than it is due."""
     alone = opt._control.world == 1  # nobody to tell
+    in_backward = action in (Action.ROUND, Action.CLEAR)
+    exhausted = not in_backward and opt._scale.exhausted(opt._outcomes.exhausted)
     return Message(
         opt._iteration,
         opt._window_number,
         opt._window.rounds,
         action,
         0 if alone else opt._fingerprint.of(opt.param_groups),
-        0 if complaint is None else COMPLAINT,
+        COMPLAINT if complaint is not None else EXHAUSTED if exhausted else 0,
         0 if alone else int(bool(opt._window.withdrawn().any())),
         *(when or opt._discards.now),
         detail,
@@ -136,7 +139,7 @@ def agree(
         local, complaint = read_with_values(opt)
         if not local.captured:
             opt._outcomes.poll()
-        complaint = wrong or complaint or opt._scale.exhausted(opt._outcomes.exhausted)
+        complaint = wrong or complaint
         bits = message_bits(opt, local.bits)
         while (known := recalled(opt, action, bits, complaint)) is not None:
             if not known.any_at(Action.ROUND):
@@ -165,6 +168,7 @@ def alone(opt: ZeroOptimizer, action: Action, complaint: Exception | None, bits:
     """One process has nobody to ask."""
     if complaint is not None:
         raise complaint
+    raise_exhaustion(opt, opt._scale.exhausted(opt._outcomes.exhausted))
     agreed = Agreed([], bits.unsqueeze(0))
     if opt._repeated is not None:
         opt._repeated.note(opt, action, agreed)
@@ -179,13 +183,26 @@ def recalled(
         return None
     if complaint is not None:
         raise complaint
+    if action is not Action.ROUND:
+        raise_exhaustion(opt, opt._scale.exhausted(opt._outcomes.exhausted))
     return opt._repeated.recall(opt, action, bits)
+
+
+def raise_exhaustion(opt: ZeroOptimizer, anybody: bool) -> None:
+    """anybody: the loss scale has overflowed at its minimum, as far as one of the ranks knows.
+
+    Ranks learn of it at different times, and all have to raise it once.
+    """
+    if anybody:
+        opt._outcomes.poll(wait=True)
+        raise opt._scale.exhaustion(opt._outcomes.exhausted)
 
 
 def to_discuss(agreed: Agreed) -> bool:
     """True if the verdict takes another collective."""
     fingerprints = {m.fingerprint for m in agreed.messages}
-    return len(fingerprints) > 1 or any(m.trouble == COMPLAINT for m in agreed.messages)
+    troubles = {m.trouble for m in agreed.messages}
+    return len(fingerprints) > 1 or bool(troubles & {COMPLAINT, EXHAUSTED})
 
 
 def judge(opt: ZeroOptimizer, agreed: Agreed, complaint: Exception | None) -> bool:
@@ -195,8 +212,9 @@ def judge(opt: ZeroOptimizer, agreed: Agreed, complaint: Exception | None) -> bo
     """
     if settle(opt, agreed):
         return True
-    if any(m.trouble for m in agreed.messages):
+    if any(m.trouble == COMPLAINT for m in agreed.messages):
         opt._control.raise_together(complaint)
+    raise_exhaustion(opt, any(m.trouble == EXHAUSTED for m in agreed.messages))
     if opt._control.world == 1:
         return False
     difference = first_difference(agreed.messages, opt._control.ranks)
@@ -346,6 +364,7 @@ def shadow(opt: ZeroOptimizer) -> None:
     finish_unless_lost(opt)
     while True:
         local, complaint = read_with_values(opt)
+        opt._outcomes.poll()
         local.drop()
         mine = message(opt, Action.JOIN, complaint)
         agreed = opt._control.exchange(mine, message_bits(opt, local.bits))

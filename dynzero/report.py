@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from functools import cached_property
 
 from torch import Tensor
@@ -67,13 +68,23 @@ class LastStep:
     iteration: number of the step() call, from 0. active: names of the parameters that had a
     gradient on any rank. stepped: False when the update was skipped (overflow, nothing active).
     grad_norm: global 2-norm of the averaged, unscaled gradients before clipping. loss_scale: the
-    scale the gradients carried. overflow: None, or (parameter, rank, "inf" or "nan") of the first
-    offender on each rank that had one, in parameter order.
+    scale the gradients carried, or would have. overflow: None, or (parameter, rank, "inf" or "nan")
+    of the first offender on each rank that had one, in parameter order; ranks count as in the world
+    group.
     """
 
-    def __init__(self, iteration: int, names: tuple[str, ...], outcome: Outcome | None) -> None:
+    def __init__(
+        self,
+        iteration: int,
+        names: tuple[str, ...],
+        ranks: Sequence[int],
+        outcome: Outcome | None,
+        scale: Tensor,
+    ) -> None:
+        """scale: 0-dim, on the device; for a step without an outcome."""
         self.iteration = iteration
-        self._names, self.outcome = names, outcome
+        self._names, self._ranks, self.outcome = names, ranks, outcome
+        self._scale = scale if outcome is None else None
         self.present: Tensor | None = None  # uint8 bits over the parameters
 
     @cached_property
@@ -85,7 +96,8 @@ class LastStep:
     @property
     def _values(self) -> dict[str, float]:
         if self.outcome is None:
-            return {"found": 0.0, "norm": 0.0, "scale": 1.0}
+            assert self._scale is not None
+            return {"found": 0.0, "norm": 0.0, "scale": float(self._scale)}
         return self.outcome.status
 
     @property
@@ -109,7 +121,7 @@ class LastStep:
     def overflow(self) -> list[tuple[str, int, str]] | None:
         if self.outcome is None or not self._values["found"]:
             return None
-        rows = enumerate(self.outcome.records)
+        rows = zip(self._ranks, self.outcome.records, strict=True)
         offenders = [(row, rank) for rank, row in rows if row["param"] >= 0]
         # A sum that is not finite is its owner's business only if every gradient was finite.
         local = [(row, rank) for row, rank in offenders if not row["from_sum"]]
@@ -140,12 +152,12 @@ class Outcomes:
     def follow(self, step: LastStep) -> None:
         self._queue.append(step)
 
-    def poll(self) -> None:
-        """Log the skipped steps among those that are known by now."""
+    def poll(self, *, wait: bool = False) -> None:
+        """Log the skipped steps among those that are known by now; with `wait` among all."""
         while self._queue:
             step = self._queue[0]
             assert step.outcome is not None
-            if not step.outcome.ready():
+            if not wait and not step.outcome.ready():
                 return
             self._queue.popleft()
             numbers = step.outcome.numbers

@@ -307,6 +307,8 @@ def commit(
         opt._shard.load(i, state, master, opt.param_groups)
     if own:
         opt._iteration = own["iteration"]
+        opt._outcomes.poll(wait=True)
         opt._scale.load_state_dict(own["loss_scale"])
+        opt._outcomes.exhausted = opt._scale.told
     for hook in opt._optimizer_load_state_dict_post_hooks.values():
         hook(opt)

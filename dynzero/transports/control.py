@@ -57,8 +57,9 @@ SPOKEN = {
     Action.UNSCALE: "GradScaler.unscale_()",
     Action.CLEAR: "zero_grad()",
 }
-# Message.trouble: an error to report; or gradients of a window that another rank has given up.
-COMPLAINT, LOST = 1, 2
+# Message.trouble: an error to report; gradients of a window that another rank has given up; the
+# loss scale has overflowed at its minimum.
+COMPLAINT, LOST, EXHAUSTED = 1, 2, 3
 NO_DETAIL = (0.0, 0.0)
 # Well below the patience of a rank at the end of backward (rounds.py).
 TOGETHER_S = 0.1
