@@ -16,8 +16,8 @@ else
   TOOLS := $(VENV)/.tools
 endif
 
-# Without an NVIDIA GPU this release, whose default build is for the CPU; a plain "torch" would bring
-# several GB of CUDA libraries.
+# Without an NVIDIA GPU the release that the tests are run with. Which build of it comes, for the CPU
+# or for CUDA, is up to the index that pip looks into.
 TORCH ?= $(if $(shell nvidia-smi -L 2>/dev/null),torch,torch==2.13.0)
 RANKS ?= 2
 WORKERS ?= 3
@@ -36,13 +36,16 @@ $(VENV)/.tools: requirements-dev.txt
 	@python3 -c "import ensurepip, os, sysconfig as s; \
 	  assert os.path.exists(s.get_path('include') + '/Python.h')" 2> /dev/null || { \
 	  echo "python3 lacks venv or its headers: apt install python3-venv python3-dev"; exit 1; }
+	@echo "*** dynzero: installing $(TORCH) and the build tools into $(VENV), minutes"
 	python3 -m venv $(VENV)
 	$(PY) -m pip install --quiet --upgrade pip
 	$(PY) -m pip install --quiet "$(TORCH)"
 	$(PY) -m pip install --quiet -r requirements-dev.txt
+	@echo $(CURDIR) > "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dynzero.pth"
 	touch $@
 
 $(BUILT): $(TOOLS) $(SOURCES)
+	@echo "*** dynzero: compiling, a minute or two"
 	PATH="$(dir $(PY)):$$PATH" $(PY) setup.py build_ext --inplace > build.log 2>&1 \
 	  || { cat build.log; exit 1; }
 	@grep '^\*\*\*' build.log; mkdir -p build; mv build.log build/; touch $@

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +51,7 @@ class Options:
         """Raise ValueError for the first argument that is not one of those allowed."""
         norm = self.max_grad_norm
         rules: dict[str, tuple[bool, str]] = {
-            "stage": (self.stage in (0, 1, 2), "0, 1 or 2"),
+            "stage": (type(self.stage) is int and self.stage in (0, 1, 2), "0, 1 or 2"),
             "absent": (self.absent in ABSENT, "'skip' or 'zero'"),
             "average": (self.average in AVERAGE, "'world' or 'present'"),
             "max_grad_norm": (norm is None or is_positive(norm), "None or a positive number"),
@@ -111,9 +111,7 @@ def without_duplicates(params: Any, known: dict[int, str] | None = None) -> Any:
     """
     if isinstance(params, Tensor):
         raise TypeError(f"params: expected an iterable of parameters, got {type(params).__name__}")
-    if isinstance(params, (set, frozenset)):
-        raise TypeError("params: expected an ordered collection, got a set; use a list")
-    groups = list(params)
+    groups = listed(params)
     if not groups:
         raise ValueError("params: expected at least one parameter, got an empty list")
     seen = dict(known or {})
@@ -121,11 +119,13 @@ def without_duplicates(params: Any, known: dict[int, str] | None = None) -> Any:
     for g, group in enumerate(groups if isinstance(groups[0], dict) else [{"params": groups}]):
         group = dict(group)
         members = group.get("params", [])
-        members = [members] if isinstance(members, Tensor) else members
-        if isinstance(members, (set, frozenset)):
-            raise TypeError("params: expected an ordered collection, got a set; use a list")
-        group["params"] = list(members)
+        group["params"] = [members] if isinstance(members, Tensor) else listed(members)
         for k, member in enumerate(group["params"]):
+            if isinstance(member, tuple) and len(member) != 2:
+                raise TypeError(
+                    "params: expected parameters or (name, parameter) pairs, got a tuple of "
+                    f"{len(member)}"
+                )
             name, p = member if isinstance(member, tuple) else (f"{g}.{k}", member)
             if id(p) in seen:
                 raise ValueError(
@@ -137,6 +137,17 @@ def without_duplicates(params: Any, known: dict[int, str] | None = None) -> Any:
     if not seen:
         raise ValueError("params: expected at least one parameter, got only empty groups")
     return made
+
+
+def listed(params: Any) -> list[Any]:
+    if isinstance(params, (set, frozenset)):
+        raise TypeError("params: expected an ordered collection, got a set; use a list")
+    if not isinstance(params, Iterable):
+        raise TypeError(
+            "params: expected an iterable of parameters, of (name, parameter) pairs or of group "
+            f"dicts, got {params!r}"
+        )
+    return list(params)
 
 
 def flatten_groups(groups: list[dict[str, Any]]) -> tuple[list[Tensor], list[str], list[int]]:
@@ -391,12 +402,12 @@ def add_group(opt: ZeroOptimizer, group: dict[str, Any], add: Callable[[Any], No
         layout, params, names = grown_layout(opt)
         lines = [f"{n}: {tuple(p.shape)} {p.dtype}" for n, p in zip(names, params, strict=True)]
         lines += hyperparameter_lines(opt.param_groups)
-    except (ValueError, TypeError, RuntimeError) as caught:
+    except Exception as caught:  # whatever it is, the others must not wait for this rank
         error = caught
     try:
         opt._control.raise_together(error)
         agree_on_setup(opt._control, lines)
-    except (ValueError, TypeError, RuntimeError):
+    except Exception:
         del opt.param_groups[before:]
         raise
     commit_group(opt, layout, params, names)

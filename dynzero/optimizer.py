@@ -86,7 +86,7 @@ class ZeroOptimizer(Optimizer):
         error: Exception | None = None
         try:
             self._build_locally(params, optimizer_class, options, defaults)
-        except (ValueError, TypeError, RuntimeError) as caught:
+        except Exception as caught:  # whatever it is, the others must not wait for this rank
             error = caught
         self._control.raise_together(error)
         construction.agree_on_setup(self._control, construction.describe(self))
@@ -144,7 +144,7 @@ class ZeroOptimizer(Optimizer):
             weakref.finalize(self, self._arrivals.finish).atexit = False
         self._may_zero = any(group["absent"] == "zero" for group in self.param_groups)
         self.last_step: LastStep | None = None
-        self._outcomes = Outcomes()
+        self._outcomes = Outcomes(self._scale.scaling)
         self._agreed_scaler = False  # set while a dynzero.GradScaler steps
 
     def _open_pass(self, watch: Any) -> tuple[Pass, Iterator[Waitable]]:
@@ -166,12 +166,14 @@ class ZeroOptimizer(Optimizer):
         what happened. Raises RuntimeError on every rank when ranks are out of step, ValueError when
         a parameter's dtype, device, shape or memory format has changed.
         """
-        loss = None
+        loss, wrong = None, None
         self._check_capture()
-        if closure is not None:
+        if closure is not None and not callable(closure):
+            wrong = TypeError(f"closure: expected a callable or None, got {closure!r}")
+        elif closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        local, agreed = presence.agree(self, Action.STEP)
+        local, agreed = presence.agree(self, Action.STEP, wrong=wrong)
         with torch.no_grad():
             self._perform_step(local, agreed)
         return loss

@@ -145,7 +145,8 @@ class LastStep:
 class Outcomes:
     """Outcomes on their way to the host: looked at when they have arrived, never waited for."""
 
-    def __init__(self) -> None:
+    def __init__(self, scaling: bool) -> None:
+        self.scaling = scaling
         self._queue: deque[LastStep] = deque()
         self.exhausted = 0  # overflows at the minimum of the loss scale, as far as known
 
@@ -163,5 +164,5 @@ class Outcomes:
             numbers = step.outcome.numbers
             self.exhausted = int(numbers[len(STATUS_FIELDS) + SCALE_FIELDS["exhausted"]])
             if numbers[STATUS_FIELDS["found"]]:
-                scale = step.outcome.scale["value"]
-                logger.warning("%s; loss scale is now %g", step.blame(), scale)
+                scale = f"; loss scale is now {step.outcome.scale['value']:g}"
+                logger.warning("%s%s", step.blame(), scale if self.scaling else "")

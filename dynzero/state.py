@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -264,7 +265,13 @@ def piece_of(opt: ZeroOptimizer, i: int, key: str, value: Any, form: str) -> Any
                 f"of shape {tuple(value.shape)}"
             )
         # A copy: it may be a view of our own counts, which are cleared before anything is loaded.
-        return value.clone() if isinstance(value, Tensor) else torch.tensor(float(value))
+        if isinstance(value, Tensor):
+            return value.clone()
+        if not isinstance(value, Real):
+            raise ValueError(
+                f"load_state_dict: 'step' of parameter '{name}': expected a number, got {value!r}"
+            )
+        return torch.tensor(float(value))
     if key in NUMBERS or value is None:
         return value
     if not isinstance(value, Tensor):

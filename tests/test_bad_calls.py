@@ -167,6 +167,21 @@ MISUSES: dict[str, Misuse] = {
         words=("rank", "max_norm", "-1"),
         alone=False,
     ),
+    "no closure": Misuse(
+        call=lambda p: p.opt.step(3), kind=TypeError, words=("closure", "callable", "3")
+    ),
+    "no closure on one rank": Misuse(
+        call=otherwise(lambda p: p.opt.step(), lambda p: p.opt.step(3)),
+        kind=TypeError,
+        words=("rank", "closure", "callable", "3"),
+        alone=False,
+    ),
+    "a group that fails on one rank": Misuse(
+        call=otherwise(add(lambda p: extra(3)), add(lambda p: (1 / 0 for _ in range(1)))),
+        kind=RuntimeError,
+        words=("rank", "ZeroDivisionError"),
+        alone=False,
+    ),
     "unknown average added": Misuse(
         call=otherwise(add(lambda p: extra(3)), add(lambda p: extra(3), average="median")),
         words=("average", "median"),

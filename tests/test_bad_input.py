@@ -5,7 +5,7 @@ In each case rank 1 alone has the bad argument. Rank 0 must raise all the same, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 from play import assert_same_bits
 from scenario import Parameters, snapshot
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from world import check_words, message_of, outcome_of, run_world
 
 import dynzero
@@ -74,6 +75,11 @@ PARAMS: dict[str, Bad] = {
     ),
     "one tensor": Bad(Call(lambda m: m.u), TypeError, ("params", "iterable")),
     "a set": Bad(Call(lambda m: set(m.parameters())), TypeError, ("params", "set", "list")),
+    "a number": Bad(Call(lambda m: 5), TypeError, ("params", "iterable", "5")),
+    "a group of nothing": Bad(
+        Call(lambda m: [{"params": None}]), TypeError, ("params", "iterable", "None")
+    ),
+    "triples": Bad(Call(lambda m: [("u", m.u, 1)]), TypeError, ("params", "pairs", "tuple of 3")),
     "numbers": Bad(Call(lambda m: [1.0, 2.0]), TypeError, ("Tensors", "float")),
     "not a leaf": Bad(Call(lambda m: [("odd", m.u * 2)]), ValueError, ("non-leaf",)),
     "twice in a list": Bad(
@@ -106,6 +112,17 @@ PARAMS: dict[str, Bad] = {
     ),
 }
 
+
+def on_cuda() -> list[tuple[str, Tensor]]:
+    with FakeTensorMode():
+        return [("odd", nn.Parameter(torch.empty(3, device="cuda")))]
+
+
+if not dynzero.build_info()["cuda"]:
+    PARAMS["on CUDA, built without"] = Bad(
+        Call(lambda m: on_cuda()), RuntimeError, ("odd", "cuda:0", "without CUDA", "pip install")
+    )
+
 OPTIMIZERS: dict[str, Bad] = {
     "a string": Bad(Call(optimizer="AdamW"), TypeError, ("optimizer_class", "AdamW")),
     "an instance": Bad(
@@ -133,6 +150,8 @@ OPTIONS: dict[str, Bad] = {
     for name, value in [
         ("stage", 3),
         ("stage", "2"),
+        ("stage", True),
+        ("stage", 1.0),
         ("absent", "none"),
         ("average", "sum"),
         ("max_grad_norm", -1.0),
@@ -186,3 +205,41 @@ def test_one_bad_rank_is_refused_on_all(name: str, refusals: list[Any]) -> None:
 def test_one_process_refuses_it_too(name: str) -> None:
     bad = ALL[name]
     check_words(message_of(bad.kind, construct, model_of_rank(), bad.call), bad.words)
+
+
+# What user code raises, of any type.
+
+
+class Picky(OPTIM.SGD):
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        assert lr < 1.0, "too fast"
+        super().__init__(params, lr=lr)
+
+
+def failing(model: nn.Module) -> Iterator[Tensor]:
+    yield model.u
+    raise KeyError("no such head")
+
+
+STRANGE: dict[str, tuple[Call, type[Exception], str]] = {
+    "class": (Call(optimizer=Picky, options={"lr": 2.0}), AssertionError, "too fast"),
+    "generator": (Call(failing), KeyError, "'no such head'"),
+}
+
+
+def strange_on_rank_1(rank: int, world: int) -> list[str]:
+    good = Call(optimizer=Picky)
+    calls = [call if rank == 1 else good for call, _, _ in STRANGE.values()]
+    return [message_of(RuntimeError, construct, model_of_rank(), call) for call in calls]
+
+
+def test_an_error_of_any_type_reaches_all_ranks() -> None:
+    for messages in run_world(2, strange_on_rank_1):
+        for message, (_, kind, text) in zip(messages, STRANGE.values(), strict=True):
+            assert message.startswith(f"rank 1: {kind.__name__}: {text}")
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_one_process_raises_it_as_it_is(name: str) -> None:
+    call, kind, text = STRANGE[name]
+    assert message_of(kind, construct, model_of_rank(), call).startswith(text)

@@ -309,7 +309,8 @@ def test_the_stock_grad_scaler_is_refused(stage: int) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("init", 0.5), ("init", float("inf")), ("growth", 0.5), ("growth", float("inf")), ("backoff", 0.0), ("window", 0), ("hysteresis", 0),
+    [("init", 0.5), ("init", math.inf), ("growth", 0.5), ("growth", math.inf), ("backoff", 0.0),
+     ("window", 0), ("hysteresis", 0),
      ("minimum", 0.0), ("on_minimum", "stop")],
 )  # fmt: skip
 def test_loss_scale_refuses_bad_options(field: str, value: Any) -> None:

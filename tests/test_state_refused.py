@@ -53,6 +53,10 @@ def two_steps(state: dict[str, Any]) -> None:
     state["state"][0]["step"] = torch.ones(2)
 
 
+def step_in_words(state: dict[str, Any]) -> None:
+    state["state"][0]["step"] = "a"
+
+
 def drop_counters(state: dict[str, Any]) -> None:
     del state["dynzero"]["loss_scale"]["taken"]
 
@@ -75,6 +79,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], None], tuple[str, ...]]] = {
     "surplus state": (surplus_state, ("17",)),
     "moment is no tensor": (moment_is_no_tensor, ("exp_avg", "trunk.weight", "tensor")),
     "two steps": (two_steps, ("step", "trunk.weight", "(2,)")),
+    "step in words": (step_in_words, ("step", "trunk.weight", "'a'")),
     "no counters": (drop_counters, ("taken",)),
     "no groups of ours": (drop_our_groups, ("groups", "1", "0")),
     "unknown option": (unknown_option, ("absent", "bogus", "'skip'")),

@@ -174,19 +174,21 @@ class Control:
         if self.world == 1:
             return [thing]
         things: list[Any] = [None] * self.world
-        dist.all_gather_object(things, thing, group=self.group)
+        with self.naming_ranks():
+            dist.all_gather_object(things, thing, group=self.group)
         return things
 
     def raise_together(self, error: Exception | None) -> None:
         """Collective. If any rank brings an error, raise the first one, with its rank, everywhere.
 
-        The same exception type and text everywhere.
+        The same exception type and text everywhere: one of ERRORS, others become a RuntimeError
+        that names them.
         """
         if self.world == 1:
             if error is not None:
                 raise error
             return
-        brought = self.gather_objects(None if error is None else (kind_of(error), str(error)))
+        brought = self.gather_objects(None if error is None else told(error))
         for rank, other in enumerate(brought):
             if other is not None:
                 raise ERRORS[other[0]](f"rank {self.ranks[rank]}: {other[1]}") from error
@@ -222,8 +224,12 @@ ERRORS: dict[str, type[Exception]] = {
 }
 
 
-def kind_of(error: Exception) -> str:
-    return next((k for k, t in ERRORS.items() if isinstance(error, t)), "RuntimeError")
+def told(error: Exception) -> tuple[str, str]:
+    """Name of the type that all ranks raise, and the text."""
+    for kind, known in ERRORS.items():
+        if isinstance(error, known):
+            return kind, str(error)
+    return "RuntimeError", f"{type(error).__name__}: {error}"
 
 
 class Exchange:
