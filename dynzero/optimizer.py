@@ -189,14 +189,15 @@ class ZeroOptimizer(Optimizer):
         grads = reduction.reduce(self, local, agreed, closing=True)
         iteration = self._iteration
         self._iteration += 1
-        names, ranks, scale = self._layout.names, self._control.ranks, self._scale.value
+        names, ranks = self._layout.names, self._control.ranks
         if grads is None:
-            self.last_step = LastStep(iteration, names, ranks, None, scale.clone())
+            scale = self._scale.value.clone()
+            self.last_step = LastStep(iteration, names, ranks, None, scale)
         else:
             status = grads.status = self._check(grads)
             self._update_and_gather(grads)
             outcome = Outcome(status, local.captured)
-            self.last_step = LastStep(iteration, names, ranks, outcome, scale)
+            self.last_step = LastStep(iteration, names, ranks, outcome)
             self.last_step.present = grads.present
             if not outcome.captured:
                 self._outcomes.follow(self.last_step)

@@ -79,12 +79,12 @@ class LastStep:
         names: tuple[str, ...],
         ranks: Sequence[int],
         outcome: Outcome | None,
-        scale: Tensor,
+        scale: Tensor | None = None,
     ) -> None:
-        """scale: 0-dim, on the device; for a step without an outcome."""
+        """scale: of a step without an outcome; 0-dim, on the device."""
         self.iteration = iteration
         self._names, self._ranks, self.outcome = names, ranks, outcome
-        self._scale = scale if outcome is None else None
+        self._scale = scale
         self.present: Tensor | None = None  # uint8 bits over the parameters
 
     @cached_property
