@@ -21,7 +21,7 @@ CHECK_STEPS = 5
 # Of the fall of the reference's loss in these steps. The peers round at other places (autocast
 # keeps norms and losses in float32, masters start from the same 16-bit values in all of them).
 TOLERANCE = 0.03
-WARM_UP = 10
+WARM_UP, QUICK_WARM_UP = 10, 2
 # A multiple of 8, so that every head has its turn equally often.
 ITERATIONS, QUICK_ITERATIONS = 24, 8
 
@@ -146,7 +146,7 @@ class Clock:
     def run(self, trainer: Trainer, case: Case, data: Data) -> dict[str, Any]:
         """Medians over iterations; nothing waits for the GPU in between."""
         iterations = QUICK_ITERATIONS if self.place.quick else ITERATIONS
-        for i in range(WARM_UP):
+        for i in range(QUICK_WARM_UP if self.place.quick else WARM_UP):
             trainer.backward((*data.batch(i), case.heads(i)))
             trainer.step()
         dist.barrier()

@@ -140,7 +140,10 @@ class _Pool:
 
     def __init__(self, world: int, backend: str) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        # torch._dynamo: the first optimizer of a process imports it, for two seconds.
+        context.set_forkserver_preload(
+            ["torch._dynamo", "torch.distributed", "hypothesis", "pytest"]
+        )
         self.key = (world, backend)
         self.folder = tempfile.TemporaryDirectory(prefix="dynzero-ranks-")
         self.store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
