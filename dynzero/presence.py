@@ -60,14 +60,17 @@ def message(
     """when: clears and given_up of a message that may be sent later than it is due."""
     alone = opt._control.world == 1  # nobody to tell
     in_backward = action in (Action.ROUND, Action.CLEAR)
-    exhausted = not in_backward and opt._scale.exhausted(opt._outcomes.exhausted)
     return Message(
         opt._iteration,
         opt._window_number,
         opt._window.rounds,
         action,
         0 if alone else opt._fingerprint.of(opt.param_groups),
-        COMPLAINT if complaint is not None else EXHAUSTED if exhausted else 0,
+        COMPLAINT
+        if complaint is not None
+        else EXHAUSTED
+        if exhausted(opt) and not in_backward
+        else 0,
         0 if alone else int(bool(opt._window.withdrawn().any())),
         *(when or opt._discards.now),
         detail,
@@ -168,7 +171,7 @@ def alone(opt: ZeroOptimizer, action: Action, complaint: Exception | None, bits:
     """One process has nobody to ask."""
     if complaint is not None:
         raise complaint
-    raise_exhaustion(opt, opt._scale.exhausted(opt._outcomes.exhausted))
+    raise_exhaustion(opt, exhausted(opt))
     agreed = Agreed([], bits.unsqueeze(0))
     if opt._repeated is not None:
         opt._repeated.note(opt, action, agreed)
@@ -184,8 +187,13 @@ def recalled(
     if complaint is not None:
         raise complaint
     if action is not Action.ROUND:
-        raise_exhaustion(opt, opt._scale.exhausted(opt._outcomes.exhausted))
+        raise_exhaustion(opt, exhausted(opt))
     return opt._repeated.recall(opt, action, bits)
+
+
+def exhausted(opt: ZeroOptimizer) -> bool:
+    """If the loss scale has overflowed at its minimum and nobody has said so, as far as known."""
+    return opt._scale.exhausted(opt._outcomes.exhausted)
 
 
 def raise_exhaustion(opt: ZeroOptimizer, anybody: bool) -> None:
