@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import oracle
@@ -207,3 +208,21 @@ def assert_inactive_untouched(record: Record) -> None:
                     assert_same_bits(new[key], value, f"step {step}, {key} of inactive {name}")
                 else:
                     assert new[key] == value
+
+
+class Lines(logging.Handler):
+    """The lines of the logger `dynzero` while this is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def __enter__(self) -> Lines:
+        logging.getLogger("dynzero").addHandler(self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        logging.getLogger("dynzero").removeHandler(self)

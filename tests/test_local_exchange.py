@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from play import Lines
 from world import check_words, message_of, run_world
 
 import dynzero
@@ -269,19 +270,15 @@ TROUBLES: dict[str, tuple[Any, str, Any, list[int]]] = {
 def in_trouble(rank: int, world: int, trouble: str) -> tuple[list[str], int]:
     """One rank has no access to the memory of the first: all use Gloo, and it works."""
     where, what, instead, ranks = TROUBLES[trouble]
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    local.logger.addHandler(handler)
     level = local.logger.level
     local.logger.setLevel(logging.DEBUG)
-    with mock.patch.object(where, what, instead if rank in ranks else getattr(where, what)):
+    replaced = mock.patch.object(where, what, instead if rank in ranks else getattr(where, what))
+    with Lines() as log, replaced:
         control = Control(None)
     local.logger.setLevel(level)
-    local.logger.removeHandler(handler)
     assert control.board is None
     check(control.start(message(rank, 0), bits(rank, 0, 3)), world, 0, 3)
-    return said, left_over()
+    return log.lines, left_over()
 
 
 @pytest.mark.parametrize(

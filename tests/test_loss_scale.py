@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
 import pytest
 import torch
-from play import assert_close, assert_same_bits, assert_states_equal, stages, worlds
+from play import Lines, assert_close, assert_same_bits, assert_states_equal, stages, worlds
 from scenario import Parameters, snapshot, state_by_name
 from world import message_of, rank_device, run_world
 
@@ -90,27 +89,23 @@ SKIPPED = {
 def two_overflows(
     rank: int, world: int, stage: int, which: str, dtype: torch.dtype
 ) -> dict[str, Any]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dynzero").addHandler(handler)
     p = torch.nn.Parameter(torch.ones(5, dtype=dtype))
     cls, options = SKIPPED[which]
     opt = dynzero.ZeroOptimizer([("p", p)], cls, stage=stage, **options)
     scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
     seen = []
-    for step in range(4):
-        values = (1.0, math.inf, math.nan, 1.0) if rank == 0 else (1.0,) * 4
-        opt.backward((p * values[step]).sum())
-        opt.step()
-        seen.append((p.detach().clone(), state_by_name(opt.full_state_dict())))
-        if opt.last_step.stepped:
-            scheduler.step()
-        opt.zero_grad()
-    opt.grad_norm()  # a call that meets the others: outcomes that have arrived are logged
-    logging.getLogger("dynzero").removeHandler(handler)
+    with Lines() as log:
+        for step in range(4):
+            values = (1.0, math.inf, math.nan, 1.0) if rank == 0 else (1.0,) * 4
+            opt.backward((p * values[step]).sum())
+            opt.step()
+            seen.append((p.detach().clone(), state_by_name(opt.full_state_dict())))
+            if opt.last_step.stepped:
+                scheduler.step()
+            opt.zero_grad()
+        opt.grad_norm()  # a call that meets the others: outcomes that have arrived are logged
     return {
-        "log": records,
+        "log": log.lines,
         "counters": opt.counters,
         "lr": opt.param_groups[0]["lr"],
         "seen": seen,

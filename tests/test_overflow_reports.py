@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 from unittest import mock
@@ -10,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from play import stages
+from play import Lines, stages
 from scenario import Parameters
 from world import check_words, message_of, run_world
 
@@ -90,24 +89,6 @@ def test_exhaustion_follows_the_loaded_state(world: int, stage: int) -> None:
     for rolled_back, resumed in run_world(world, roll_back, stage):
         assert_errors(rolled_back, "..E.E")
         assert_errors(resumed, "...E.")
-
-
-class Lines(logging.Handler):
-    """The lines of the logger `dynzero` while this is entered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def __enter__(self) -> Lines:
-        logging.getLogger("dynzero").addHandler(self)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        logging.getLogger("dynzero").removeHandler(self)
 
 
 def joined_early(rank: int, world: int, stage: int) -> tuple[list[str], int]:
