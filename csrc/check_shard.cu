@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) check_shard_kernel(const
   let_next_kernel_start();
   const Row row = args.work.rows[chunk.row()];
   const int64_t begin = chunk.start();
-  const Grad* grad = reinterpret_cast<const Grad*>(args.grad_ptrs[row.param]);
+  const Grad* grad = reinterpret_cast<const Grad*>(args.grad_ptrs[chunk.param()]);
   const int owned = chunk_count(row.own_numel - begin);
   const int count = grad == nullptr ? 0 : owned;
   grad += begin;
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) check_shard_kernel(const
     unpack_values(pack, x);
     sum.add(x);
   }
-  publish<kThreads>(sum, args.partials + blockIdx.x, args.nonfinite + row.param);
+  publish<kThreads>(sum, args.partials + blockIdx.x, args.nonfinite + chunk.param());
 }
 
 struct Partials {
@@ -106,6 +106,7 @@ __global__ void __launch_bounds__(kFoldThreads) fold_sums_kernel(const FoldSums 
   const int rows =
       static_cast<int>(min(args.num_rows - first_row, static_cast<int64_t>(kFoldRows)));
   let_next_kernel_start();
+  prefetch_lines(args.rows + first_row, rows * static_cast<int64_t>(sizeof(Row)));
   wait_for_previous_kernel();
   bool is_long = false;
   if (warp < rows) {

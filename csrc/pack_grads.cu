@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) pack_grads_kernel(const 
   let_next_kernel_start();
   const Row row = args.work.rows[chunk.row()];
   const int64_t begin = chunk.start();
-  const Grad* grad = reinterpret_cast<const Grad*>(args.grad_ptrs[row.param]);
+  const Grad* grad = reinterpret_cast<const Grad*>(args.grad_ptrs[chunk.param()]);
   // Elements of the chunk, and how many of them there are to read: none of an absent parameter.
   const int count = chunk_count(args.world * row.piece - begin);
   const int real = min(count, chunk_count(row.numel - begin));
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) pack_grads_kernel(const 
     slots.write(i, pack, sum);
   }
   double* partial = args.partials == nullptr ? nullptr : args.partials + blockIdx.x;
-  publish<kThreads>(sum, partial, args.nonfinite + row.param);
+  publish<kThreads>(sum, partial, args.nonfinite + chunk.param());
 }
 
 // -------------------------------------------------------------------------------------------------

@@ -9,6 +9,18 @@
 
 namespace dynzero {
 
+constexpr int64_t kLine = 128;
+
+__device__ __forceinline__ void prefetch_line(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
+// One line a thread of the block.
+__device__ __forceinline__ void prefetch_lines(const void* start, int64_t size) {
+  const int64_t at = threadIdx.x * kLine;
+  if (at < size) prefetch_line(static_cast<const char*>(start) + at);
+}
+
 // What a launch reads besides chunks and rows.
 struct TableBytes {
   const void* start;
@@ -26,7 +38,6 @@ constexpr unsigned kPrefetchBlocks = 256;
 template <int Threads, int N>
 __device__ __forceinline__ void prefetch_tables(const Work& work, const TableBytes (&tables)[N]) {
   if (blockIdx.x >= kPrefetchBlocks) return;
-  constexpr int64_t kLine = 128;
   // Asks for line number `line` of a table. Past its end, counts its lines off and says no.
   int64_t line = blockIdx.x * Threads + threadIdx.x;
   const auto prefetch = [&line](const void* start, int64_t size) {
@@ -35,7 +46,7 @@ __device__ __forceinline__ void prefetch_tables(const Work& work, const TableByt
       line -= lines;
       return false;
     }
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(start) + line * kLine));
+    prefetch_line(static_cast<const char*>(start) + line * kLine);
     return true;
   };
   constexpr auto kRowBytes = static_cast<int64_t>(sizeof(Row));

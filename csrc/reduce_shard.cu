@@ -120,18 +120,18 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const Row row = args.work.rows[chunk.row()];
   const int64_t begin = chunk.start();
   const Wire* slot = static_cast<const Wire*>(args.received) + row.offset + begin;
-  Shard* shard = reinterpret_cast<Shard*>(args.shard_ptrs[row.param]) + begin;
+  Shard* shard = reinterpret_cast<Shard*>(args.shard_ptrs[chunk.param()]) + begin;
   const bool aligned = pack_aligned<N>(slot) && args.stride % N == 0 && pack_aligned<N>(shard);
   const int count = chunk_count(row.own_numel - begin);
   const int whole = whole_packs<N>(count, aligned);
   const Reduce reduce = {args,
                          slot,
                          shard,
-                         row.param,
+                         chunk.param(),
                          count,
                          whole,
-                         args.accumulate[row.param] != 0,
-                         present_ranks(args, row.param, 0)};
+                         args.accumulate[chunk.param()] != 0,
+                         present_ranks(args, chunk.param(), 0)};
 
   FiniteSum squares;
   for (int tile = 0; tile < whole; tile += kThreads * kUnroll * N) {
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
     reduce.template reduce_tile<true, 1>(tile, squares);
   }
   squares.bits <<= kSumShift;
-  publish<kThreads>(squares, args.partials + blockIdx.x, args.nonfinite + row.param);
+  publish<kThreads>(squares, args.partials + blockIdx.x, args.nonfinite + chunk.param());
 }
 
 // -------------------------------------------------------------------------------------------------

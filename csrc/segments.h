@@ -28,23 +28,28 @@ struct Row {
 };
 constexpr int64_t kRowColumns = sizeof(Row) / sizeof(int64_t);
 
-// A chunk is packed into one int64: row << 32 | chunk index within the row. Full chunks cover the
-// padded parameter (world * piece elements), own chunks cover own_numel elements.
+// A chunk is packed into one int64, in fields of kChunkBits: its row, the row's param, and its
+// index within the row. The row knows its param as well; a block that has it already can ask for
+// the row and for what the tables by parameter say at the same time. Full chunks cover the padded
+// parameter (world * piece elements), own chunks cover own_numel elements.
+constexpr int kChunkBits = 21;
+
+#if defined(__CUDACC__)
+#define DYNZERO_CHUNK_HD __host__ __device__
+#else
+#define DYNZERO_CHUNK_HD
+#endif
 struct Chunk {
   int64_t packed;
-#if defined(__CUDACC__)
-  __host__ __device__
-#endif
-      int64_t row() const {
-    return packed >> 32;
-  }
-#if defined(__CUDACC__)
-  __host__ __device__
-#endif
-      int64_t start() const {
-    return (packed & 0xffffffff) * kChunk;
-  }
+
+  DYNZERO_CHUNK_HD int64_t row() const { return packed >> (2 * kChunkBits); }
+  DYNZERO_CHUNK_HD int64_t param() const { return packed >> kChunkBits & kField; }
+  DYNZERO_CHUNK_HD int64_t start() const { return (packed & kField) * kChunk; }
+
+ private:
+  static constexpr int64_t kField = (int64_t{1} << kChunkBits) - 1;
 };
+#undef DYNZERO_CHUNK_HD
 
 // Bits of the per-parameter non-finite flags.
 constexpr int32_t kInf = 1;

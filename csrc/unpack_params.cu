@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const Chunk chunk = args.work.chunks[blockIdx.x / kSplit];
   const Row row = args.work.rows[chunk.row()];
   const int64_t begin = chunk.start() + blockIdx.x % kSplit * kPart;
-  Element* param = reinterpret_cast<Element*>(args.param_ptrs[row.param]);
+  Element* param = reinterpret_cast<Element*>(args.param_ptrs[chunk.param()]);
   const int count = min(chunk_count(row.numel - begin), kPart);
   if (param == nullptr || count == 0) return;
   const BucketWalk walk(row, begin, count, args.stride);

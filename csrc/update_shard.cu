@@ -42,14 +42,14 @@ struct Arrays {
   Acc* state2;
   Param* out;  // null: the values go to param
 
-  __device__ Arrays(const UpdateShard& args, const Row& row, int64_t begin) {
-    const int64_t* pointers = args.state_ptrs + row.param;
-    grad = at(reinterpret_cast<const Grad*>(args.grad_ptrs[row.param]), begin);
+  __device__ Arrays(const UpdateShard& args, int64_t param_index, int64_t offset, int64_t begin) {
+    const int64_t* pointers = args.state_ptrs + param_index;
+    grad = at(reinterpret_cast<const Grad*>(args.grad_ptrs[param_index]), begin);
     param = at(reinterpret_cast<Param*>(pointers[kPointerParam * args.work.num_params]), begin);
     master = at(reinterpret_cast<Acc*>(pointers[kPointerMaster * args.work.num_params]), begin);
     state1 = at(reinterpret_cast<Acc*>(pointers[kPointerState1 * args.work.num_params]), begin);
     state2 = at(reinterpret_cast<Acc*>(pointers[kPointerState2 * args.work.num_params]), begin);
-    out = at(static_cast<Param*>(args.out), row.offset + begin);
+    out = at(static_cast<Param*>(args.out), offset + begin);
     if constexpr (kOwnMaster) master = param;
   }
 
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Accumulator<Param>>)
   const int count = min(chunk_count(row.own_numel - begin), kPart);
   if (count == 0) return;
 
-  Arrays<Grad, Param> arrays(args, row, begin);
+  Arrays<Grad, Param> arrays(args, chunk.param(), row.offset, begin);
   const double* hyper = args.hyper + row.group * kHyperColumns;
   // Only Adam has a second state; without momentum the first takes no part.
   if (Kind != kAdam) arrays.state2 = nullptr;
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Accumulator<Param>>)
   // way meanwhile, which is what counts for small rows.
   __shared__ StepScalars<Acc> scalars;
   if (threadIdx.x == 0) {
-    scalars = step_scalars<Acc>(Kind, hyper, args.steps[row.param],
+    scalars = step_scalars<Acc>(Kind, hyper, args.steps[chunk.param()],
                                 static_cast<double>(row.divisor), args.status);
   }
   // One code path for the arithmetic, so that an element's bits do not depend on its address.

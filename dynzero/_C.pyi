@@ -4,6 +4,7 @@ from typing import Any
 from torch import Tensor, dtype
 
 CHUNK: int
+CHUNK_BITS: int
 ROW_COLUMNS: dict[str, int]
 NONFINITE_BITS: dict[str, int]
 RECORD_COLUMNS: dict[str, int]

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .table import CHUNK, CHUNK_BITS
+
 REAL_DTYPE = {
     torch.float16: torch.float16,
     torch.bfloat16: torch.bfloat16,
@@ -21,6 +23,9 @@ REAL_DTYPE = {
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
 }
+# What the fields of a packed chunk can count (csrc/segments.h).
+MAX_PARAMS = 1 << CHUNK_BITS
+MAX_NUMEL = CHUNK << CHUNK_BITS
 WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -106,7 +111,12 @@ def build_layout(
     rank: int,
     wire_dtype: torch.dtype | None,
 ) -> Layout:
-    """Layout of `params`; raises ValueError for a dtype or memory that cannot be sharded."""
+    """Layout of `params`; raises ValueError for what cannot be sharded: a dtype, memory, a size."""
+    if len(params) > MAX_PARAMS:
+        raise ValueError(
+            f"params: expected at most {MAX_PARAMS} parameters in one optimizer, got "
+            f"{len(params)}; divide them among several optimizers"
+        )
     classes: list[tuple[torch.dtype, torch.dtype]] = []
     columns: list[tuple[int, int, int, int]] = []
     for p, name in zip(params, names, strict=True):
@@ -118,6 +128,10 @@ def build_layout(
         numel = p.numel() * (2 if p.is_complex() else 1)
         unit = 16 // min(wire.itemsize, dtype.itemsize)
         piece = -(-numel // (world * unit)) * unit
+        if piece * world > MAX_NUMEL:
+            raise ValueError(
+                f"parameter '{name}': expected at most {MAX_NUMEL} elements, got {numel}; split it"
+            )
         columns.append((numel, piece, dtype.itemsize, classes.index((wire, dtype))))
     table = torch.tensor(columns, dtype=torch.int64).reshape(-1, 4)
     numel_t, piece_t, itemsize_t, class_t = (c.contiguous() for c in table.unbind(1))

@@ -23,7 +23,7 @@ from .ops import (
     SCALE_FIELDS,
     STATUS_FIELDS,
 )
-from .table import CHUNK, COLUMNS
+from .table import CHUNK, CHUNK_BITS, COLUMNS
 
 Tensors = Sequence[Tensor | None]
 # A reduced sum's bits stand above those of local gradients.
@@ -53,7 +53,8 @@ def rows_of(rows: Tensor, chunks: Tensor | None = None) -> Iterator[Row]:
         return
     by_row: dict[int, list[tuple[int, int]]] = {}
     for number, packed in enumerate(chunks.tolist()):
-        by_row.setdefault(packed >> 32, []).append((number, (packed & 0xFFFFFFFF) * CHUNK))
+        row, start = packed >> 2 * CHUNK_BITS, packed % (1 << CHUNK_BITS) * CHUNK
+        by_row.setdefault(row, []).append((number, start))
     for index, starts in by_row.items():
         yield table[index]._replace(chunks=tuple(starts))
 

@@ -11,13 +11,14 @@ from ._build import load_extension
 
 COLUMNS: dict[str, int] = load_extension().ROW_COLUMNS
 CHUNK: int = load_extension().CHUNK
+CHUNK_BITS: int = load_extension().CHUNK_BITS
 
 
 class Table(NamedTuple):
     """All int64 and on one device.
 
     rows         [n, len(COLUMNS)]  one active parameter each
-    full_chunks  [f]                row << 32 | chunk, over the padded parameters
+    full_chunks  [f]                row, param, chunk: CHUNK_BITS each, over the padded parameters
     own_chunks   [o]                the same, over the elements that this rank owns
     """
 
@@ -40,17 +41,18 @@ def make_table(rows: Tensor, world: int) -> Table:
     rows: int64 [n, len(COLUMNS)] on the CPU; a copy gets full_first and own_first filled in.
     """
     rows = rows.clone()
-    full_chunks, full_first = _cut(rows[:, COLUMNS["piece"]] * world)
-    own_chunks, own_first = _cut(rows[:, COLUMNS["own_numel"]])
+    full_chunks, full_first = _cut(rows, rows[:, COLUMNS["piece"]] * world)
+    own_chunks, own_first = _cut(rows, rows[:, COLUMNS["own_numel"]])
     rows[:, COLUMNS["full_first"]] = full_first
     rows[:, COLUMNS["own_first"]] = own_first
     return Table(rows, full_chunks, own_chunks)
 
 
-def _cut(numel: Tensor) -> tuple[Tensor, Tensor]:
+def _cut(rows: Tensor, numel: Tensor) -> tuple[Tensor, Tensor]:
     """Packed chunks of rows with `numel` elements, and the number of each row's first chunk."""
     count = (numel + (CHUNK - 1)) // CHUNK
     first = count.cumsum(0) - count
     row = torch.repeat_interleave(count)
     chunk = torch.arange(row.numel()) - first[row]
-    return row << 32 | chunk, first
+    param = rows[:, COLUMNS["param"]][row]
+    return (row << CHUNK_BITS | param) << CHUNK_BITS | chunk, first

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dynzero
-from dynzero.layout import Layout, build_layout
+from dynzero.layout import MAX_NUMEL, MAX_PARAMS, Layout, build_layout
 from dynzero.plan import Plan, PlanCache, bit_mask, counts_of, indices_of, make_plan, union
-from dynzero.table import CHUNK, COLUMNS
+from dynzero.table import CHUNK, CHUNK_BITS, COLUMNS
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
 SIZES = (0, 1, 7, 8, 9, 1023, 4097, CHUNK - 1, CHUNK, CHUNK + 1)
@@ -86,21 +87,26 @@ def test_buckets_hold_what_they_say(case: tuple, whole: bool) -> None:
         for i, size in zip(mine[:, COLUMNS["param"]].tolist(), piece.tolist(), strict=True):
             assert layout.classes[int(layout.class_index[i])] == (bucket.wire, bucket.dtype)
             assert size * bucket.wire.itemsize % 16 == 0, "slots start at 16 bytes of the wire"
-        assert_chunks_cover(plan.table.full_chunks[bucket.full], bucket, piece * world)
+        params = mine[:, COLUMNS["param"]]
+        assert_chunks_cover(plan.table.full_chunks[bucket.full], bucket, params, piece * world)
         assert_chunks_cover(
-            plan.table.own_chunks[bucket.own], bucket, mine[:, COLUMNS["own_numel"]]
+            plan.table.own_chunks[bucket.own], bucket, params, mine[:, COLUMNS["own_numel"]]
         )
 
 
-def assert_chunks_cover(chunks: torch.Tensor, bucket, numel: torch.Tensor) -> None:
+def assert_chunks_cover(
+    chunks: torch.Tensor, bucket, params: torch.Tensor, numel: torch.Tensor
+) -> None:
     """The chunks of a bucket count each row's chunks from 0 on, and no more than it needs."""
     rows = range(bucket.rows.start, bucket.rows.stop)
     expected = [
-        row << 32 | chunk
-        for row, n in zip(rows, numel.tolist(), strict=True)
+        (row, param, chunk)
+        for row, param, n in zip(rows, params.tolist(), numel.tolist(), strict=True)
         for chunk in range(-(-n // CHUNK))
     ]
-    assert chunks.tolist() == expected
+    field = 1 << CHUNK_BITS
+    got = [(c // field**2, c // field % field, c % field) for c in chunks.tolist()]
+    assert got == expected
 
 
 @settings(max_examples=60, deadline=None)
@@ -112,6 +118,19 @@ def test_presence_bits(size: int, ranks: int, random) -> None:
     assert indices_of(union(bits), size).tolist() == anywhere
     every = torch.arange(size)
     assert counts_of(bits, every).tolist() == [sum(i in s for s in sets) for i in range(size)]
+
+
+def test_what_a_chunk_cannot_count_is_refused() -> None:
+    def build(params: list[torch.Tensor]) -> Layout:
+        names = ["first", "large"] if len(params) == 2 else [""] * len(params)
+        return build_layout(params, names, [0] * len(params), world=2, rank=0, wire_dtype=None)
+
+    first, fits, large = (torch.empty(n, device="meta") for n in (5, MAX_NUMEL, MAX_NUMEL + 1))
+    assert build([first, fits]).numel.tolist() == [5, MAX_NUMEL]
+    with pytest.raises(ValueError, match=f"'large'.*{MAX_NUMEL} elements, got {MAX_NUMEL + 1}"):
+        build([first, large])
+    with pytest.raises(ValueError, match=f"{MAX_PARAMS} parameters.*got {MAX_PARAMS + 1}"):
+        build([first] * (MAX_PARAMS + 1))
 
 
 def test_a_large_world_plans_the_active_parameters_only() -> None:
