@@ -40,6 +40,7 @@ void add_names(py::module_& module, const char* name, Names names) {
 
 void add_layouts(py::module_& m) {
   m.attr("CHUNK") = kChunk;
+  m.attr("MAX_SCALE") = kMaxScale;
   m.attr("CHUNK_BITS") = kChunkBits;
   add_names(m, "ROW_COLUMNS",
             {DYNZERO_COLUMN(numel), DYNZERO_COLUMN(piece), DYNZERO_COLUMN(offset),

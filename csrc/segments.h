@@ -92,6 +92,9 @@ enum ScaleField {
   kScaleFields
 };
 
+// No scale grows beyond it: times the number of ranks it has to be finite in float32.
+constexpr double kMaxScale = 0x1p100;
+
 constexpr int64_t kStatusScaleState = kStatusFields;
 constexpr int64_t kStatusRecords = kStatusScaleState + kScaleFields;
 

@@ -75,8 +75,8 @@ DYNZERO_HD void finish_status(const StepOptions& options, double sumsq, double s
 }
 
 // Counts the step and moves a dynamic scale. An overflow takes one of the hysteresis; from the
-// last one on every overflow backs off. `window` good steps in a row grow the scale and give the
-// hysteresis back.
+// last one on every overflow backs off. `window` good steps in a row grow the scale, up to
+// kMaxScale, and give the hysteresis back.
 DYNZERO_HD void advance_scale(const ScaleOptions& options, bool found, double* state) {
   state[found ? kScaleSkipped : kScaleTaken] += 1;
   if (!options.dynamic) return;
@@ -85,7 +85,8 @@ DYNZERO_HD void advance_scale(const ScaleOptions& options, bool found, double* s
     if (state[kScaleGrowth] < options.window) return;
     state[kScaleGrowth] = 0;
     state[kScaleHysteresis] = options.hysteresis;
-    state[kScaleValue] *= options.growth;
+    const double higher = state[kScaleValue] * options.growth;
+    if (higher <= kMaxScale) state[kScaleValue] = higher;
     return;
   }
   state[kScaleGrowth] = 0;

@@ -5,6 +5,7 @@ from torch import Tensor, dtype
 
 CHUNK: int
 CHUNK_BITS: int
+MAX_SCALE: float
 ROW_COLUMNS: dict[str, int]
 NONFINITE_BITS: dict[str, int]
 RECORD_COLUMNS: dict[str, int]

@@ -45,6 +45,11 @@ def is_dense(p: Tensor) -> bool:
     return p.numel() == 0 or torch.ops.aten.is_non_overlapping_and_dense(p)
 
 
+def overlaps(p: Tensor) -> bool:
+    """True if elements of `p` share memory, as an expanded tensor's do."""
+    return not is_dense(p) and any(p.stride(d) == 0 and p.shape[d] > 1 for d in range(p.dim()))
+
+
 def flat_view(p: Tensor) -> Tensor:
     """1-D view of a dense tensor's reals in memory order; writes go to the tensor."""
     real = torch.view_as_real(p.detach()) if p.is_complex() else p.detach()
@@ -162,7 +167,7 @@ def check_param(p: Tensor, name: str) -> None:
         raise ValueError(
             f"parameter '{name}': expected a strided tensor, got {p.layout}; make it dense"
         )
-    if not is_dense(p) and any(p.stride(d) == 0 and p.shape[d] > 1 for d in range(p.dim())):
+    if overlaps(p):
         raise ValueError(
             f"parameter '{name}': its elements overlap in memory (strides {tuple(p.stride())} for "
             f"shape {tuple(p.shape)}), expected one place for each; pass a .contiguous() copy"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .ops import SCALE_FIELDS
+from .ops import MAX_SCALE, SCALE_FIELDS
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,8 @@ class LossScale:
     The scale starts at `init`, is multiplied by `growth` after `window` good steps in a row, and by
     `backoff` when an overflow finds no `hysteresis` left (never below `minimum`). An overflow that
     comes while the scale is at its minimum raises RuntimeError on every rank at a later step
-    (`on_minimum="raise"`) or is counted only (`"continue"`).
+    (`on_minimum="raise"`) or is counted only (`"continue"`). All scales lie between 2^-100 and
+    2^100, where growth ends: beyond, float32 could not hold them times the number of ranks.
     """
 
     init: float = 2.0**16
@@ -32,12 +33,12 @@ class LossScale:
 
     def __post_init__(self) -> None:
         rules = {
-            "init": (self.minimum <= self.init < math.inf, "at least minimum, and finite"),
+            "init": (self.minimum <= self.init <= MAX_SCALE, "at least minimum, at most 2^100"),
             "growth": (1 <= self.growth < math.inf, "at least 1, and finite"),
             "backoff": (0 < self.backoff <= 1, "in (0, 1]"),
             "window": (self.window >= 1, "at least 1"),
             "hysteresis": (self.hysteresis >= 1, "at least 1"),
-            "minimum": (self.minimum > 0, "positive"),
+            "minimum": (self.minimum >= 1 / MAX_SCALE, "at least 2^-100"),
             "on_minimum": (self.on_minimum in ("raise", "continue"), "'raise' or 'continue'"),
         }
         for field, (fine, expected) in rules.items():
@@ -105,19 +106,24 @@ class ScaleState:
         values = self.tensor.tolist()
         return int(values[SCALE_FIELDS["taken"]]), int(values[SCALE_FIELDS["skipped"]])
 
-    def state_dict(self) -> dict[str, float]:
-        return dict(zip(SCALE_FIELDS, self.tensor.tolist(), strict=True))
+    def state_dict(self) -> dict[str, Any]:
+        fields = dict(zip(SCALE_FIELDS, self.tensor.tolist(), strict=True))
+        return {**fields, "dynamic": bool(self.options)}
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Counters always; the scale itself only into a dynamic one."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Counters always; the scale itself only from a dynamic one into a dynamic one."""
         for name, value in self.checked(state).items():
             self.tensor[SCALE_FIELDS[name]] = value
         self.told = int(self.tensor[SCALE_FIELDS["exhausted"]])
 
-    def checked(self, state: dict[str, float]) -> dict[str, float]:
+    def checked(self, state: dict[str, Any]) -> dict[str, float]:
         """What is taken of a saved state; an exception if that is not there, or not a number."""
-        names = [n for n in SCALE_FIELDS if self.options or n in ("taken", "skipped")]
-        return {name: float(state[name]) for name in names}
+        whole = bool(self.options) and state["dynamic"]
+        taken = {n: float(state[n]) for n in SCALE_FIELDS if whole or n in ("taken", "skipped")}
+        scale = taken.get("value", 1.0)
+        if not 1 / MAX_SCALE <= scale <= MAX_SCALE:
+            raise ValueError(f"loss_scale: expected a scale from 2^-100 to 2^100, got {scale!r}")
+        return taken
 
 
 def parse_loss_scale(loss_scale: Any) -> LossScale | float | None:
@@ -126,9 +132,9 @@ def parse_loss_scale(loss_scale: Any) -> LossScale | float | None:
     if loss_scale == "dynamic":
         return LossScale()
     number = isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool)
-    if number and 0 < loss_scale < math.inf:
+    if number and 1 / MAX_SCALE <= loss_scale <= MAX_SCALE:
         return float(loss_scale)
     raise ValueError(
-        "loss_scale: expected None, a positive number, 'dynamic' or dynzero.LossScale(...), got "
-        f"{loss_scale!r}"
+        "loss_scale: expected None, a number from 2^-100 to 2^100, 'dynamic' or "
+        f"dynzero.LossScale(...), got {loss_scale!r}"
     )

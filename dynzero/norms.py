@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import reduction
-from .layout import shard_dtype, unflatten
+from .layout import overlaps, shard_dtype, unflatten
 from .ops import RECORD_COLUMNS, ops
 from .reduced import Gradients, Local
 from .transports.control import NO_DETAIL, Agreed
@@ -81,13 +81,18 @@ def clip(opt: ZeroOptimizer, grads: Gradients | None, max_norm: float, p: float)
     if opt._options.check_finite:
         # step() will skip this window: leave the offender alone, so that it can be named.
         factor = torch.where(torch.isfinite(norm), factor, 1.0)
+    multiply(opt, factor)
+    return norm
+
+
+def multiply(opt: ZeroOptimizer, factor: Tensor) -> None:
+    """All gradients of the window, wherever they are now, by `factor`, 0-dim."""
     if opt._rounds is not None:
         for buffer in opt._window.buffers:
             buffer.mul_(factor)
         opt._window.sumsq.mul_(factor.double().square())
     for values in local_values(opt):
         values.mul_(factor)
-    return norm
 
 
 def local_values(opt: ZeroOptimizer) -> list[Tensor]:
@@ -95,6 +100,8 @@ def local_values(opt: ZeroOptimizer) -> list[Tensor]:
     for p in opt._params:
         if p.grad is not None and p.grad.is_sparse:
             p.grad = p.grad.coalesce()
+        elif p.grad is not None and overlaps(p.grad):
+            p.grad = p.grad.clone(memory_format=torch.contiguous_format)
     grads = [p.grad for p in opt._params if p.grad is not None]
     return [grad._values() if grad.is_sparse else grad for grad in grads]
 

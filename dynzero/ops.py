@@ -23,6 +23,7 @@ NONFINITE_BITS: dict[str, int] = _C.NONFINITE_BITS
 RECORD_COLUMNS: dict[str, int] = _C.RECORD_COLUMNS
 STATUS_FIELDS: dict[str, int] = _C.STATUS_FIELDS
 SCALE_FIELDS: dict[str, int] = _C.SCALE_FIELDS
+MAX_SCALE: float = _C.MAX_SCALE
 HYPER_COLUMNS: dict[str, int] = _C.HYPER_COLUMNS
 HYPER_FLAGS: dict[str, int] = _C.HYPER_FLAGS
 STATE_POINTERS: dict[str, int] = _C.STATE_POINTERS

@@ -17,6 +17,7 @@ from torch import Tensor
 from .ops import (
     HYPER_COLUMNS,
     HYPER_FLAGS,
+    MAX_SCALE,
     NONFINITE_BITS,
     OPTIMIZER_KINDS,
     RECORD_COLUMNS,
@@ -200,7 +201,8 @@ def advance_scale(state: dict[str, float], found: bool, options: list[float]) ->
     if not found:
         if state["growth"] >= window:
             state["growth"], state["hysteresis"] = 0, hysteresis
-            state["value"] *= growth
+            if state["value"] * growth <= MAX_SCALE:
+                state["value"] *= growth
         return
     state["exhausted"] += state["value"] <= minimum
     state["hysteresis"] = max(state["hysteresis"] - 1, 0)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import construction, presence
+from . import construction, norms, presence
 from .fused import MEMBERS
 from .layout import flat_copy, shard_dtype, unflatten
 from .shard import FusedShard
@@ -315,7 +315,11 @@ def commit(
     if own:
         opt._iteration = own["iteration"]
         opt._outcomes.poll(wait=True)
+        before = opt._scale.value.clone()
         opt._scale.load_state_dict(own["loss_scale"])
+        if opt._scale.scaling:
+            with torch.no_grad():  # gradients that wait for their step
+                norms.multiply(opt, opt._scale.value / before)
         opt._outcomes.exhausted = opt._scale.told
     for hook in opt._optimizer_load_state_dict_post_hooks.values():
         hook(opt)
