@@ -31,15 +31,23 @@ class Repeated:
     def __init__(self) -> None:
         self._answers: dict[tuple[Action, int], Answer] = {}
         self.closed = False  # once the first window has ended in a step
+        self._begun = False  # the window
+        self._skips = False  # this window, of which the beginning is not known
 
     def note(self, opt: ZeroOptimizer, action: Action, agreed: Agreed) -> None:
         if action in (Action.ADD_GROUP, Action.LOAD):
             self._answers.clear()
-            self.closed = False
-        elif not self.closed:
+            self.closed, self._skips = False, self._begun
+            return
+        if self.closed or action is Action.STATE:
+            return
+        ends = action is Action.STEP and not agreed.any_at(Action.ROUND)
+        if not self._skips:
             answer = Answer(agreed, opt._window.present.clone())
             self._answers[action, opt._window.rounds] = answer
-            self.closed = action is Action.STEP and not agreed.any_at(Action.ROUND)
+            self.closed = ends
+        self._begun = not ends
+        self._skips = self._skips and not ends
 
     def recall(self, opt: ZeroOptimizer, action: Action, bits: Tensor) -> Agreed | None:
         """What was agreed here in the first window; None if that is not over, or to be asked anew.
@@ -48,6 +56,7 @@ class Repeated:
         """
         if not self.closed or action in (Action.STATE, Action.ADD_GROUP, Action.LOAD):
             return None
+        self._begun = action is not Action.STEP
         answer = self._answers.get((action, opt._window.rounds))
         if answer is None:
             raise ValueError(

@@ -119,6 +119,37 @@ def test_a_window_unlike_the_first_is_refused_by_name(world: int, stage: int) ->
         assert stepped == "True"
 
 
+def loaded_inside(rank: int, world: int, stage: int, calls: str) -> list[Any]:
+    """Load between backward and step of the third window; `calls` are made before its step."""
+    model, opt = build(stage=stage)
+    start = model.a.weight.detach().clone()
+    for window in range(6):
+        opt.backward(model.a.weight.sum())
+        if calls == "clip":
+            opt.clip_grad_norm_(1e6)
+        if window == 2:
+            opt.load_state_dict(opt.full_state_dict())
+        opt.step()
+        opt.zero_grad()
+    assert opt._repeated is not None
+    return [opt._repeated.closed, start, model.a.weight.detach()]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("calls", ["", "clip"])
+@stages
+def test_a_state_may_be_loaded_inside_a_window(world: int, stage: int, calls: str) -> None:
+    """Only a whole window becomes the one that is repeated."""
+    for closed, start, weight in run_world(world, loaded_inside, stage, calls):
+        assert closed, "later windows ask nothing"
+        p = torch.nn.Parameter(start)
+        plain = torch.optim.AdamW([p], **OPTIONS)
+        for _ in range(6):
+            p.grad = torch.ones_like(p)
+            plain.step()
+        torch.testing.assert_close(weight, p.detach())
+
+
 def test_join_is_refused() -> None:
     _, opt = build()
     with pytest.raises(ValueError, match="join: .*presence='exact'"), opt.join():
