@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -16,11 +17,17 @@ class GradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler for a ZeroOptimizer: scale, unscale_, clip, step, update as usual.
 
     A gradient that is not finite on any rank makes all ranks skip the step and back off, also one
-    that comes after `unscale_`. `unscale_` and `step` are collective. Use it with a ZeroOptimizer
+    that comes after `unscale_`, and also where the optimizer has `check_finite=False`. `unscale_`
+    and `step` are collective. After `opt.join()` all ranks have the scale of the one that trained
+    longest. Use it with a ZeroOptimizer
     that has `loss_scale=None`; the optimizer can scale by itself (`loss_scale="dynamic"`), which
     needs no host wait and is faster. Raises ValueError for an optimizer with a loss scale of its
     own, RuntimeError as torch does.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._updates = 0
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._enabled or not isinstance(optimizer, ZeroOptimizer):
@@ -45,6 +52,7 @@ class GradScaler(torch.amp.GradScaler):
                 "stage=2, or loss_scale='dynamic')"
             )
         scale = self._prepare(optimizer)
+        optimizer._scaler = weakref.ref(self)
         state: dict[str, Any] = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is not OptState.READY:
             raise RuntimeError("unscale_() has already been called since the last update()")
@@ -70,11 +78,28 @@ class GradScaler(torch.amp.GradScaler):
         last = optimizer.last_step
         if self._enabled and last is not None and last is not before and last.found is not None:
             # The optimizer has looked again, at what came after unscale_ too.
-            found = last.found.to(torch.float32)
-            self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {
-                found.device: found
-            }
+            found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            for device, before_step in found.items():
+                found[device] = torch.maximum(before_step, last.found.to(torch.float32))
         return result
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        super().update(new_scale)
+        self._updates += 1
+
+    @property
+    def progress(self) -> tuple[int, float, int]:
+        """Number of updates, scale and good steps since it last changed. Waits for the device."""
+        assert self._growth_tracker is not None
+        return self._updates, self.get_scale(), int(self._growth_tracker)
+
+    def adopt(self, progress: tuple[int, float, int]) -> None:
+        """Become what another rank's is, of which this is the `progress`."""
+        assert self._scale is not None
+        assert self._growth_tracker is not None
+        self._updates, scale, growth = progress
+        self._scale.fill_(scale)
+        self._growth_tracker.fill_(growth)
 
     def _prepare(self, optimizer: ZeroOptimizer) -> torch.Tensor:
         """The scale, which scale() makes; a rank without a loss has not called that yet."""
@@ -92,6 +117,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> Any:
         """What step() does after unscale_(); waits for the device, so the scales can be looked at.
 
+        The optimizer itself skips a step for what is not finite, and so names it and counts it.
         RuntimeError on every rank if the ranks have scaled differently.
         """
         if isinstance(optimizer, ZeroOptimizer):
@@ -106,4 +132,5 @@ class GradScaler(torch.amp.GradScaler):
                     + ", ".join(f"{rank}: {scale:g}" for rank, scale in scales.items())
                     + "; build it with the same options and load the same state on every rank"
                 )
+            return optimizer.step(*args, **kwargs)
         return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)

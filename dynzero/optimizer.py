@@ -22,7 +22,7 @@ from .ops import SCALE_FIELDS, STATUS_FIELDS, Range, ops
 from .plan import PlanCache, indices_of
 from .reduced import Gradients, Local, Reader, capturing, upload
 from .report import LastStep, Outcome, Outcomes
-from .rounds import Pass, Rounds, Waitable
+from .rounds import Pass, Rounds, Waitable, supersede
 from .static import Repeated
 from .transports.control import Action, Agreed, Control
 from .window import Window
@@ -133,6 +133,7 @@ class ZeroOptimizer(Optimizer):
         self._touched = torch.zeros(self._layout.bit_bytes, dtype=torch.uint8)
         self._fingerprint = presence.Fingerprint()
         self._rounds: Rounds | None = None
+        supersede(self._params)
         if self._options.stage == 2 and self._control.world > 1:
             self._rounds = Rounds(
                 self._params, self._device, self._open_pass, self._close_pass, self._excused
@@ -146,6 +147,8 @@ class ZeroOptimizer(Optimizer):
         self.last_step: LastStep | None = None
         self._outcomes = Outcomes(self._scale.scaling)
         self._agreed_scaler = False  # set while a dynzero.GradScaler steps
+        # That dynzero.GradScaler, if there is one: a weak reference.
+        self._scaler: Callable[[], Any] = lambda: None
 
     def _open_pass(self, watch: Any) -> tuple[Pass, Iterator[Waitable]]:
         return presence.open_pass(self, watch)
@@ -211,11 +214,12 @@ class ZeroOptimizer(Optimizer):
             size = len(STATUS_FIELDS) + len(SCALE_FIELDS) + records.numel()
             status = torch.empty(size, dtype=torch.float64, device=self._device)
             grads.clipping = self._options.max_grad_norm is not None
+            grads.checking = self._options.check_finite or self._agreed_scaler
             ops.begin_step(
                 grads.plan.table.rows,
                 records,
                 self._options.max_grad_norm or 0.0,
-                self._options.check_finite,
+                grads.checking,
                 self._scale.options,
                 self._shard.steps,
                 self._scale.tensor,
@@ -308,8 +312,8 @@ class ZeroOptimizer(Optimizer):
 
         A rank that has left its loop contributes nothing to the others' steps but follows them, so
         that all ranks hold the same parameters in the end. Gradients that it has not stepped with
-        are dropped, in stage 2 those that have not been reduced yet. An exception leaves without
-        joining.
+        are dropped, in stage 2 those that have not been reduced yet; all `p.grad` are None then. An
+        exception leaves without joining.
         """
         if self._repeated is not None:
             raise ValueError(

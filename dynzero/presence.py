@@ -18,7 +18,7 @@ from .discard import drop_window, lost, settle
 from .ops import Range
 from .plan import bit_mask
 from .reduced import Local
-from .rounds import Later, Pass, Waitable
+from .rounds import Failed, Later, Pass, Waitable
 from .transports.control import (
     COMPLAINT,
     EXHAUSTED,
@@ -77,10 +77,15 @@ def message(
     )
 
 
-def message_bits(opt: ZeroOptimizer, bits: Tensor) -> Tensor:
-    """Presence, followed where absent="zero" is in use by who may get a zero gradient."""
+def message_bits(opt: ZeroOptimizer, bits: Tensor, *, joined: bool = False) -> Tensor:
+    """Presence, followed where absent="zero" is in use by who may get a zero gradient.
+
+    joined: what trains is up to the ranks that still do.
+    """
     if not opt._may_zero:
         return bits
+    if joined:
+        return torch.cat([bits, torch.zeros_like(bits)])
     zero = [group["absent"] == "zero" for group in opt.param_groups]
     group_of = opt._layout.group.tolist()
     eligible = [i for i, p in enumerate(opt._params) if zero[group_of[i]] and p.requires_grad]
@@ -92,8 +97,8 @@ def read(opt: ZeroOptimizer) -> tuple[Local, Exception | None]:
     local, complaint = opt._reader.read()
     if opt._rounds is not None and opt._rounds.superseded:
         complaint = RuntimeError(
-            "another stage 2 optimizer has been built over parameters of this one and receives "
-            "their gradients; use that one, or build each over parameters of its own"
+            "another optimizer has been built over parameters of this one, which does not receive "
+            "their gradients any more; use that one, or build each over parameters of its own"
         )
     if complaint is None:
         complaint = replaced(opt)
@@ -297,7 +302,15 @@ def round_of(
             agreed = exchange.wait()
             if to_discuss(agreed):
                 yield Later()  # in a hook: other ranks may be in a collective of the user's
-            if judge(opt, agreed, complaint):
+            try:
+                again = judge(opt, agreed, complaint)
+            except (ValueError, TypeError, RuntimeError) as error:
+                if error is opt._discards.told:  # the gradients have been given up
+                    raise
+                yield Failed(error)
+                _, complaint = read(opt)
+                continue
+            if again:
                 continue
             if opt._repeated is not None:
                 opt._repeated.note(opt, Action.ROUND, agreed)
@@ -321,6 +334,7 @@ def discard(opt: ZeroOptimizer) -> None:
         opt._discards.clear(raised)
         return
     raised |= opt._rounds.end_pass()
+    opt._rounds.drop_failed()  # which no other rank has any part of
     if opt._repeated is not None and opt._repeated.closed:  # as all ranks do
         opt._rounds.finish()
         if opt._window.used:
@@ -370,12 +384,14 @@ def tell(opt: ZeroOptimizer, mine: Message, bits: Tensor) -> RuntimeError:
 def shadow(opt: ZeroOptimizer) -> None:
     """After join(): do, with nothing of our own, what the others do, until all have joined."""
     finish_unless_lost(opt)
+    for p in opt._params:
+        p.grad = None  # nobody counts on them, and what follows would not leave them as they are
     while True:
         local, complaint = read_with_values(opt)
         opt._outcomes.poll()
         local.drop()
         mine = message(opt, Action.JOIN, complaint)
-        agreed = opt._control.exchange(mine, message_bits(opt, local.bits))
+        agreed = opt._control.exchange(mine, message_bits(opt, local.bits, joined=True))
         if any(m.trouble == LOST for m in agreed.messages):
             lost(opt)  # not this rank's business, but it counts anew like all
             continue
@@ -383,9 +399,19 @@ def shadow(opt: ZeroOptimizer) -> None:
             continue
         others = [m for m in agreed.messages if m.action is not Action.JOIN]
         if not others:
+            adopt_scaler(opt)
             return
         with torch.no_grad():
             follow(opt, local, mine, agreed, others[0])
+
+
+def adopt_scaler(opt: ZeroOptimizer) -> None:
+    """All have joined: a GradScaler becomes what that of the rank that trained longest is."""
+    scaler = opt._scaler()
+    progress = opt._control.gather_objects(None if scaler is None else scaler.progress)
+    known = [theirs for theirs in progress if theirs is not None]
+    if scaler is not None and known:
+        scaler.adopt(max(known))
 
 
 def finish_unless_lost(opt: ZeroOptimizer) -> None:

@@ -200,6 +200,7 @@ class Gradients:
     nonfinite: Tensor | None = None  # int32 [params]
     status: Tensor | None = None  # once the step has begun, see begin_step
     clipping: bool = False
+    checking: bool = False
 
     def dtype(self, bucket: Bucket) -> torch.dtype:
         return bucket.dtype if self.in_place else shard_dtype(bucket.dtype)

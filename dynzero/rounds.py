@@ -59,6 +59,14 @@ class Later:
         return False
 
 
+class Failed(Later):
+    """All ranks have agreed on an error. Whoever finishes the rounds raises it; then, unless
+    zero_grad() discards them, they are announced again with the gradients that they still hold."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
 class Pass(Local):
     """The gradients of one backward pass, which arrive while it runs.
 
@@ -126,6 +134,7 @@ class Rounds:
         self._queue: deque[Iterator[Waitable]] = deque()
         self._waits_for: Waitable | None = None
         self._current: Pass | None = None
+        self._failed = False  # the first in the queue, which then comes again
         self._driving = threading.Lock()  # held by whoever pushes rounds on
         self._failure: BaseException | None = None  # of the thread, for the next call here
         self.superseded = False
@@ -170,10 +179,8 @@ class Rounds:
         others, which say so when they are next used.
         """
         me = weakref.ref(self)
+        supersede(params)
         for p, hook in zip(params, self._watch.add(params), strict=True):
-            predecessor = WATCHERS[p]() if p in WATCHERS else None
-            if predecessor is not None:
-                predecessor.superseded = predecessor.paused = True
             WATCHERS[p] = me
             self._handles.append(hook_gradient(p, hook))
 
@@ -214,6 +221,15 @@ class Rounds:
     @property
     def pending(self) -> bool:
         return bool(self._queue)
+
+    def drop_failed(self) -> None:
+        """Drop the rounds, if all ranks have agreed that the first one cannot be."""
+        if self._failed or isinstance(self._waits_for, Failed):
+            self._drop()
+
+    def _drop(self) -> None:
+        self._queue.clear()
+        self._waits_for, self._failed = None, False
 
     def push(self, work: Iterator[Waitable]) -> None:
         """Queue `work` and start it if its turn has come; waits for nobody."""
@@ -270,15 +286,19 @@ class Rounds:
         return True
 
     def _next(self) -> None:
+        waited_for, self._waits_for = self._waits_for, None
+        if isinstance(waited_for, Failed):
+            self._failed = True
+            raise waited_for.error
+        self._failed = False
         with self._on_stream():
             try:
                 self._waits_for = next(self._queue[0])
             except StopIteration:
                 self._queue.popleft()
-                self._waits_for = None
             except BaseException:
-                self._queue.clear()
-                self._waits_for = self._current = None
+                self._drop()
+                self._current = None
                 self._watch.end()
                 raise
 
@@ -314,7 +334,16 @@ class Rounds:
                 excused = self._excused()
                 if more or excused is None or not excused(error):
                     self._failure = error
+                self._drop()
             return last not in self._queue
+
+
+def supersede(params: list[Tensor]) -> None:
+    """Another optimizer takes these parameters over: their gradients stay in `p.grad`."""
+    for p in params:
+        predecessor = WATCHERS[p]() if p in WATCHERS else None
+        if predecessor is not None:
+            predecessor.superseded = predecessor.paused = True
 
 
 def finish_in_thread(rounds: weakref.ref[Rounds], last: Iterator[Waitable]) -> None:
