@@ -138,7 +138,7 @@ def build_layout(
                 f"parameter '{name}': expected at most {MAX_NUMEL} elements, got {numel}; split it"
             )
         columns.append((numel, piece, dtype.itemsize, classes.index((wire, dtype))))
-    table = torch.tensor(columns, dtype=torch.int64).reshape(-1, 4)
+    table = torch.tensor(columns, dtype=torch.int64, device="cpu").reshape(-1, 4)
     numel_t, piece_t, itemsize_t, class_t = (c.contiguous() for c in table.unbind(1))
     start = torch.minimum(piece_t * rank, numel_t)
     return Layout(
@@ -148,7 +148,7 @@ def build_layout(
         start=start,
         own=torch.minimum(piece_t, numel_t - start),
         itemsize=itemsize_t,
-        group=torch.tensor(groups, dtype=torch.int64),
+        group=torch.tensor(groups, dtype=torch.int64, device="cpu"),
         class_index=class_t,
         classes=tuple(classes),
         dtypes=tuple(REAL_DTYPE[p.dtype] for p in params),

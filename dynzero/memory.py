@@ -161,7 +161,7 @@ def sized(
         params, names, group_of, world=world, rank=0, wire_dtype=options.wire_dtype
     )
     indices = chosen_params(params, names, layout, active)
-    rows = torch.tensor(indices, dtype=torch.int64)
+    rows = torch.tensor(indices, dtype=torch.int64, device="cpu")
     whole = world == 1 or options.stage == 0
     plan = make_plan(
         layout, rows, torch.full_like(rows, world), whole=world == 1,

@@ -55,7 +55,7 @@ def records(opt: ZeroOptimizer, grads: Gradients) -> Tensor:
 def total(opt: ZeroOptimizer, grads: Gradients | None, p: float) -> Tensor:
     """Global p-norm, float32 0-dim."""
     if grads is None:
-        return torch.zeros((), device=opt._device)
+        return torch.zeros((), dtype=torch.float32, device=opt._device)
     if p == 2.0:
         squares = records(opt, grads)[:, RECORD_COLUMNS["sumsq"]]
         return squares.sum().sqrt().to(torch.float32)
@@ -129,7 +129,7 @@ def unscale(
     the window is reduced first, since that is where its gradients are. A rank that has joined
     brings 0 and takes the others'.
     """
-    found = torch.zeros((), device=opt._device)
+    found = torch.zeros((), dtype=torch.float32, device=opt._device)
     grads = local_values(opt)
     if opt._rounds is not None:
         reduction.reduce(opt, local, agreed)

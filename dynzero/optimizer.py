@@ -130,7 +130,7 @@ class ZeroOptimizer(Optimizer):
         self._plans = PlanCache()
         self._window = Window(self._layout, self._device)
         self._options_seen = Seen()
-        self._touched = torch.zeros(self._layout.bit_bytes, dtype=torch.uint8)
+        self._touched = torch.zeros(self._layout.bit_bytes, dtype=torch.uint8, device="cpu")
         self._fingerprint = presence.Fingerprint()
         self._rounds: Rounds | None = None
         supersede(self._params)

@@ -82,7 +82,7 @@ class Plan:
     @cached_property
     def places(self) -> Tensor:
         """int32 [params]: place of each parameter's bucket in the order of sending, -1 if none."""
-        places = torch.full((self.layout.size,), -1, dtype=torch.int32)
+        places = torch.full((self.layout.size,), -1, dtype=torch.int32, device="cpu")
         for place, bucket in enumerate(reversed(self.buckets)):
             places[self.active[bucket.rows]] = place
         return places
@@ -174,7 +174,7 @@ def make_plan(
     bounds = bucket_bounds(layout, classes, piece.tolist(), bucket_bytes)
     offset, bases, strides = bucket_offsets(piece, bounds)
 
-    rows = torch.zeros(len(classes), len(COLUMNS), dtype=torch.int64)
+    rows = torch.zeros(len(classes), len(COLUMNS), dtype=torch.int64, device="cpu")
     rows[:, COLUMNS["numel"]] = layout.numel[active]
     rows[:, COLUMNS["piece"]] = piece
     rows[:, COLUMNS["offset"]] = offset
@@ -214,7 +214,7 @@ def rooms_of(layout: Layout, indices: Tensor) -> list[Room]:
     dtypes = [shard_dtype(layout.dtypes[i]) for i in indices.tolist()]
     rooms = []
     for dtype in dict.fromkeys(dtypes):
-        some = indices[torch.tensor([d == dtype for d in dtypes])]
+        some = indices[torch.tensor([d == dtype for d in dtypes], device="cpu")]
         piece = layout.piece[some]
         offsets = (torch.cumsum(piece, 0) - piece) * dtype.itemsize
         rooms.append(Room(dtype, some, offsets, int(piece.sum())))
@@ -246,8 +246,10 @@ def bucket_offsets(
     before = ends - piece
     bases = [int(before[a]) for a, _ in bounds]
     strides = [int(ends[b - 1]) - base for (_, b), base in zip(bounds, bases, strict=True)]
-    counts = torch.tensor([b - a for a, b in bounds], dtype=torch.int64)
-    base_of_row = torch.repeat_interleave(torch.tensor(bases, dtype=torch.int64), counts)
+    counts = torch.tensor([b - a for a, b in bounds], dtype=torch.int64, device="cpu")
+    base_of_row = torch.repeat_interleave(
+        torch.tensor(bases, dtype=torch.int64, device="cpu"), counts
+    )
     return before - base_of_row, bases, strides
 
 
@@ -258,7 +260,7 @@ def indices_of(bits: Tensor, size: int) -> Tensor:
 
 def flags_of(bits: Tensor) -> Tensor:
     """uint8 [bytes], little-endian, as bool [8 * bytes]."""
-    shifts = torch.arange(8, dtype=torch.uint8)
+    shifts = torch.arange(8, dtype=torch.uint8, device="cpu")
     return ((bits.unsqueeze(-1) >> shifts) & 1).flatten().bool()
 
 
@@ -286,7 +288,7 @@ def counts_of(rows: Tensor, indices: Tensor) -> Tensor:
 
 def bit_mask(indices: list[int], size: int) -> Tensor:
     """uint8 [bytes] with the bits of `indices` set, little-endian."""
-    flags = torch.zeros((size + 7) // 8 * 8, dtype=torch.uint8)
+    flags = torch.zeros((size + 7) // 8 * 8, dtype=torch.uint8, device="cpu")
     flags[indices] = 1
-    weights = 1 << torch.arange(8, dtype=torch.uint8)
+    weights = 1 << torch.arange(8, dtype=torch.uint8, device="cpu")
     return (flags.view(-1, 8) * weights).sum(1, dtype=torch.uint8)

@@ -441,4 +441,4 @@ def follow(opt: ZeroOptimizer, local: Local, mine: Message, agreed: Agreed, othe
     elif other.action is Action.STATE:
         state.gather_whole(opt, keep=False)
     elif other.action is Action.UNSCALE:
-        norms.unscale(opt, local, agreed, torch.zeros(()))
+        norms.unscale(opt, local, agreed, torch.zeros((), dtype=torch.float32, device="cpu"))

@@ -65,7 +65,9 @@ def plan_of(
             divisor = torch.full_like(active, opt._layout.world)
             if present is not None:
                 counts = counts_of(present, active).clamp(min=1)
-                by_count = torch.tensor([average == "present" for average in averages])
+                by_count = torch.tensor(
+                    [average == "present" for average in averages], device="cpu"
+                )
                 divisor = torch.where(by_count[opt._layout.group[active]], counts, divisor)
             # With one process nothing travels: a bucket is just one launch, for all there is.
             bucket_bytes = opt._options.bucket_bytes if opt._mover is not None else math.inf
@@ -107,7 +109,7 @@ def reduce(
     plan = plan_of(opt, now, None, whole=False)
     if plan is not None:
         if opt._rounds is not None:
-            everything = torch.ones(opt._layout.size, dtype=torch.bool)
+            everything = torch.ones(opt._layout.size, dtype=torch.bool, device="cpu")
             opt._reader.take(local, range(opt._layout.size), everything)
         with Range("dynzero::reduce"):
             run(opt._mover.reduce(plan, local, present, window, in_step=True))

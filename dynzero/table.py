@@ -53,6 +53,6 @@ def _cut(rows: Tensor, numel: Tensor) -> tuple[Tensor, Tensor]:
     count = (numel + (CHUNK - 1)) // CHUNK
     first = count.cumsum(0) - count
     row = torch.repeat_interleave(count)
-    chunk = torch.arange(row.numel()) - first[row]
+    chunk = torch.arange(row.numel(), device="cpu") - first[row]
     param = rows[:, COLUMNS["param"]][row]
     return (row << CHUNK_BITS | param) << CHUNK_BITS | chunk, first

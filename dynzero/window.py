@@ -25,12 +25,12 @@ class Window:
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout, self.device = layout, device
-        self.ptrs = torch.zeros(layout.size, dtype=torch.int64)
+        self.ptrs = torch.zeros(layout.size, dtype=torch.int64, device="cpu")
         self.buffers: list[Tensor] = []
-        self.present = torch.zeros(layout.world, layout.bit_bytes, dtype=torch.uint8)
+        self.present = torch.zeros(layout.world, layout.bit_bytes, dtype=torch.uint8, device="cpu")
         # What this rank has announced, and what of it there really was: see Note [Withdrawn].
-        self.announced = torch.zeros(layout.bit_bytes, dtype=torch.uint8)
-        self.had = torch.zeros(layout.bit_bytes, dtype=torch.uint8)
+        self.announced = torch.zeros(layout.bit_bytes, dtype=torch.uint8, device="cpu")
+        self.had = torch.zeros(layout.bit_bytes, dtype=torch.uint8, device="cpu")
         # By one fill: float64 sums, int32 flags.
         zeros = torch.zeros(2, layout.size, dtype=torch.float64, device=device)
         self.sumsq, self.nonfinite = zeros[0], zeros[1].view(torch.int32)[: layout.size]
@@ -106,7 +106,7 @@ class Mover:
 
         The window must hold this one reduction, so that its buffers follow the plan's rows.
         """
-        ptrs = torch.zeros(self.layout.size, dtype=torch.int64)
+        ptrs = torch.zeros(self.layout.size, dtype=torch.int64, device="cpu")
         buffers = []
         shards = {buffer.dtype: buffer for buffer in window.buffers}
         for bucket in plan.buckets:

@@ -109,7 +109,7 @@ class Agreed(NamedTuple):
 
     def round_bits(self) -> Tensor:
         """Presence of the ranks in the round."""
-        taking_part = torch.tensor(self.in_round(), dtype=torch.uint8)
+        taking_part = torch.tensor(self.in_round(), dtype=torch.uint8, device="cpu")
         return self.bits * taking_part.unsqueeze(1)
 
     def in_step(self, *, asked: bool) -> bool:
@@ -260,7 +260,7 @@ class GlooExchange:
 
     def __init__(self, control: Control, head: bytes, bits: Tensor) -> None:
         self.mine = torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), bits])
-        self.all = torch.empty(control.world, self.mine.numel(), dtype=torch.uint8)
+        self.all = torch.empty(control.world, self.mine.numel(), dtype=torch.uint8, device="cpu")
         self.work = all_gather_single(
             self.all.view(-1), self.mine, group=control.group, async_op=True
         )
