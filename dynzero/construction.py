@@ -202,11 +202,16 @@ def follow_options(opt: ZeroOptimizer) -> ValueError | None:
         spec = checked_spec(opt, opt.param_groups, opt._may_zero)
     except ValueError as complaint:
         return complaint
+    extend_spec(opt, spec)
+    return None
+
+
+def extend_spec(opt: ZeroOptimizer, spec: FusedSpec | None) -> None:
+    """Keep the state that `spec` needs, if that is more than before."""
     if spec is not None and opt._spec is not None and len(spec.keys) > len(opt._spec.keys):
         assert isinstance(opt._shard, FusedShard)
         opt._spec = spec
         opt._shard.respec(spec)
-    return None
 
 
 def checked_spec(

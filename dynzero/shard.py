@@ -175,6 +175,7 @@ class FusedShard(Shard):
             self._point(i)
         self._table_is_old = True
         self._resting: list[int] = []  # groups without momentum, for which `_rests` is the mask
+        self._resting_plan: Plan | None = None
 
     def respec(self, spec: FusedSpec) -> None:
         """The options now need more state than before (SGD that got a momentum)."""
@@ -204,7 +205,7 @@ class FusedShard(Shard):
             self._table_is_old = False
         self._pointed = grads.param_ptrs
         if self.spec.keys == ("momentum_buffer",):
-            self._forget_first_steps(groups)
+            self._count_with_momentum(plan, grads, groups)
         if not self._options_seen.again(groups):
             self._follow_options(groups)
 
@@ -217,15 +218,22 @@ class FusedShard(Shard):
             if isinstance(group["lr"], Tensor) and group["lr"].is_cuda:
                 self._hyper[g, HYPER_COLUMNS["lr"]] = group["lr"]
 
-    def _forget_first_steps(self, groups: list[dict[str, Any]]) -> None:
-        """Without momentum there is no buffer yet: torch starts it with the next gradient."""
+    def _count_with_momentum(
+        self, plan: Plan, grads: Gradients, groups: list[dict[str, Any]]
+    ) -> None:
+        """Without momentum torch keeps the buffer that there is, and makes none: take back the step
+        that begin_step has counted, so that `steps` tells which gradient is a buffer's first.
+        """
         resting = [g for g, group in enumerate(groups) if group["momentum"] == 0]
         if not resting:
             return
-        if resting != self._resting:
-            mask = torch.isin(self.layout.group, torch.tensor(resting))
-            self._resting, self._rests = resting, upload(mask, self.device)
-        self.steps.masked_fill_(self._rests, 0.0)
+        if resting != self._resting or plan is not self._resting_plan:
+            rests = torch.zeros(self.layout.size, dtype=torch.float32, device="cpu")
+            group_of = self.layout.group[plan.active]
+            rests[plan.active[torch.isin(group_of, torch.tensor(resting, device="cpu"))]] = 1.0
+            self._resting, self._resting_plan = resting, plan
+            self._rests = upload(rests, self.device)
+        self.steps.sub_(self._rests * (grads.decided("found") == 0))
 
     def update(self, plan: Plan, bucket: Bucket, grads: Gradients, out: Tensor | None) -> None:
         ops.update_shard(

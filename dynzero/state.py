@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import construction, norms, presence
-from .fused import MEMBERS
+from .fused import MEMBERS, FusedSpec
 from .layout import flat_copy, shard_dtype, unflatten
 from .shard import FusedShard
 from .transports.control import Action
@@ -122,7 +123,7 @@ def load(opt: ZeroOptimizer, state_dict: dict[str, Any]) -> None:
         order = match_params(opt, state_dict)
         own = state_dict.get("dynzero") or {}
         groups = loaded_groups(opt, state_dict["param_groups"], own)
-        check_options(opt, groups)
+        spec = checked_options(opt, groups)
         form = check_tag(opt, own)
         for saved, state in state_dict["state"].items():
             if saved not in order:
@@ -132,6 +133,7 @@ def load(opt: ZeroOptimizer, state_dict: dict[str, Any]) -> None:
             pieces = {k: piece_of(opt, i, k, v, form) for k, v in state.items()}
             master = pieces.pop("master", None)
             loaded[i] = (pieces, master)
+        spec = with_buffers(spec, loaded)
         lines = summary(opt, state_dict, loaded)
     except (ValueError, RuntimeError) as caught:
         error = caught
@@ -139,7 +141,7 @@ def load(opt: ZeroOptimizer, state_dict: dict[str, Any]) -> None:
         error = ValueError(f"load_state_dict: expected a state dict of an optimizer: {caught!r}")
     opt._control.raise_together(error)
     construction.agree_on_setup(opt._control, lines)
-    commit(opt, own, groups, loaded)
+    commit(opt, own, groups, loaded, spec)
 
 
 def summary(
@@ -226,17 +228,22 @@ def check_entries(opt: ZeroOptimizer, i: int, state: dict[str, Any]) -> None:
         )
 
 
-def check_options(opt: ZeroOptimizer, groups: list[dict[str, Any]]) -> None:
-    """The kernels must cover the options that are loaded as they did those at construction."""
+def checked_options(opt: ZeroOptimizer, groups: list[dict[str, Any]]) -> FusedSpec | None:
+    """The kernel that covers the options that are loaded, as one did those at construction."""
     try:
-        spec = construction.checked_spec(opt, groups, opt._may_zero)
+        return construction.checked_spec(opt, groups, opt._may_zero)
     except ValueError as wrong:
         raise ValueError(f"load_state_dict: {wrong}") from wrong
-    if spec is not None and opt._spec is not None and spec.keys != opt._spec.keys:
-        raise ValueError(
-            "load_state_dict: momentum was 0 at construction; build the optimizer with the saved "
-            "options"
-        )
+
+
+def with_buffers(
+    spec: FusedSpec | None, loaded: dict[int, tuple[dict[str, Any], Tensor | None]]
+) -> FusedSpec | None:
+    """SGD keeps buffers that are loaded also while momentum is 0: it may come back."""
+    buffers = any(state.get("momentum_buffer") is not None for state, _ in loaded.values())
+    if spec is not None and not spec.keys and buffers:
+        return replace(spec, keys=("momentum_buffer",))
+    return spec
 
 
 def loaded_groups(
@@ -305,11 +312,13 @@ def commit(
     own: dict[str, Any],
     groups: list[dict[str, Any]],
     loaded: dict[int, tuple[dict[str, Any], Tensor | None]],
+    spec: FusedSpec | None,
 ) -> None:
     """own: what we have added to torch's dictionary. groups: as they are from now on."""
     for ours, theirs in zip(opt.param_groups, groups, strict=True):
         ours.update(theirs)
     opt._shard.clear()
+    construction.extend_spec(opt, spec)
     for i, (state, master) in loaded.items():
         opt._shard.load(i, state, master, opt.param_groups)
     if own:

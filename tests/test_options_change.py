@@ -1,0 +1,98 @@
+"""Options that change between steps: what torch keeps and what it starts anew."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from play import stages
+from scenario import Parameters, weighted
+from world import run_world
+
+import dynzero
+
+# What `a` and `b` get at each step: b rests while momentum is away, and an overflow is skipped.
+GRADIENTS = [{"a": 1.0, "b": 1.0}, {"a": 2.0}, {"a": 3.0}, {"a": 4.0, "b": 4.0}, {"a": 5.0}]
+MOMENTA = {"away for a step": [0.9, 0.9, 0.0, 0.9, 0.9], "away at once": [0.9, 0.0, 0.0, 0.9, 0.9],
+           "later": [0.0, 0.0, 0.9, 0.0, 0.9]}  # fmt: skip
+
+
+def model_ab() -> Parameters:
+    return Parameters(a=torch.ones(5), b=torch.ones(3))
+
+
+def plain(momenta: list[float]) -> tuple[Parameters, torch.optim.SGD]:
+    model = model_ab()
+    opt = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    for momentum, factors in zip(momenta, GRADIENTS, strict=False):
+        opt.param_groups[0]["momentum"] = momentum
+        for name, p in model.named_parameters():
+            p.grad = torch.full_like(p, factors[name]) if name in factors else None
+        opt.step()
+    return model, opt
+
+
+def build(model: Parameters, momentum: float, **zero: Any) -> dynzero.ZeroOptimizer:
+    sgd = {"lr": 0.1, "momentum": momentum}
+    return dynzero.ZeroOptimizer(model.named_parameters(), torch.optim.SGD, **sgd, **zero)
+
+
+def one_step(opt: dynzero.ZeroOptimizer, model: Parameters, factors: dict[str, float]) -> None:
+    for factor in (float("inf"), 1.0):  # a skipped step counts for nothing
+        opt.backward(weighted(model, factors) * factor)
+        opt.step()
+        opt.zero_grad()
+
+
+def momentum_away(
+    rank: int, world: int, momenta: list[float], zero: dict[str, Any], form: str, at_first: float
+) -> tuple[Parameters, list[dict[int, Any]]]:
+    """Trains, saved by `form` before each step into a new optimizer; what each had of state."""
+    model = model_ab()
+    opt = build(model, momenta[0], **zero)
+    states = []
+    for momentum, factors in zip(momenta, GRADIENTS, strict=True):
+        if form:
+            saved = getattr(opt, form)()
+            opt = build(model, at_first, **zero)
+            opt.load_state_dict(saved)
+        opt.param_groups[0]["momentum"] = momentum
+        one_step(opt, model, factors)
+        states.append(opt.full_state_dict()["state"])
+    return model, states
+
+
+@stages
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("momenta", MOMENTA)
+@pytest.mark.parametrize("fused", [None, False])
+def test_a_buffer_outlives_momentum_0(
+    world: int, stage: int, momenta: str, fused: bool | None
+) -> None:
+    values = MOMENTA[momenta]
+    zero = {"stage": stage, "fused": fused}
+    for form, at_first in (("", 0.9), ("full_state_dict", 0.0), ("state_dict", 0.9)):
+        results = run_world(world, momentum_away, values, zero, form, at_first)
+        for model, states in results:
+            for step, state in enumerate(states):
+                reference, opt = plain(values[: step + 1])
+                for i, p in enumerate(opt.param_groups[0]["params"]):
+                    expected = opt.state[p].get("momentum_buffer")
+                    actual = state.get(i, {}).get("momentum_buffer")
+                    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+            for name, p in reference.named_parameters():
+                torch.testing.assert_close(model.get_parameter(name), p, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("fused", [None, False])
+def test_torchs_buffers_load_while_momentum_is_0(fused: bool | None) -> None:
+    values = MOMENTA["away for a step"]
+    model, before = plain(values[:3])
+    opt = build(model, 0.0, fused=fused)
+    opt.load_state_dict(before.state_dict())
+    for momentum, factors in zip(values[3:], GRADIENTS[3:], strict=True):
+        opt.param_groups[0]["momentum"] = momentum
+        one_step(opt, model, factors)
+    for name, p in plain(values)[0].named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), p, rtol=1e-6, atol=1e-6)
