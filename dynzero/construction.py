@@ -412,6 +412,10 @@ def add_group(opt: ZeroOptimizer, group: dict[str, Any], add: Callable[[Any], No
     try:
         opt._control.raise_together(error)
         agree_on_setup(opt._control, lines)
+        if opt._mover is not None:
+            first, copy = opt._layout.size, opt._options.sync_params
+            new = params[first:], tuple(names[first:])
+            sync_params(opt._control, opt._mover.collective, *new, copy)
     except Exception:
         del opt.param_groups[before:]
         raise
@@ -450,5 +454,3 @@ def commit_group(
         opt._arrivals.watch(new)
     if opt._mover is not None:
         opt._mover.layout = layout
-        collective, copy = opt._mover.collective, opt._options.sync_params
-        sync_params(opt._control, collective, new, tuple(names[-len(new) :] if new else ()), copy)

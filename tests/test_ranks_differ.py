@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from play import assert_same_bits
+from play import assert_close, assert_same_bits
 from scenario import snapshot
 from test_bad_input import OPTIM, Call, construct, model_of_rank, with_option
 from torch import Tensor, nn
@@ -123,3 +123,41 @@ def test_other_values_are_overwritten_with_sync_params() -> None:
     for _, params in run_world(2, other_values, True):
         for name, value in expected.items():
             assert_same_bits(params[name], value, name)
+
+
+def other_values_added(rank: int, world: int, stage: int) -> tuple[str, int, int, nn.Module]:
+    """A group whose values differ is refused; then one step, the same group added, another step."""
+    model = model_of_rank()
+    added = {"params": [("v", model.v)], "lr": 0.5}
+    only_u = Call(lambda m: [("u", m.u)], torch.optim.SGD, {"sync_params": False, "stage": stage})
+    opt = construct(model, only_u)
+    start = model.v.detach().clone()
+    model.v.data[2] += rank
+    text = message_of(ValueError, opt.add_param_group, added)
+    groups = len(opt.param_groups)
+    model.v.data.copy_(start)
+    for step in range(2):
+        opt.backward((rank + 1) * (model.u.sum() + model.v.sum()))
+        opt.step()
+        opt.zero_grad()
+        model.v.grad = None
+        if step == 0:
+            opt.add_param_group(added)
+    return text, groups, len(opt.param_groups), model
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_group_of_other_values_is_refused_and_not_added(stage: int) -> None:
+    model = model_of_rank()
+    opt = torch.optim.SGD([model.u], lr=0.1)
+    for step in range(2):
+        for p in (model.u, model.v):
+            p.grad = torch.full_like(p, 1.5)
+        opt.step()
+        if step == 0:
+            opt.add_param_group({"params": [model.v], "lr": 0.5})
+    for text, refused, added, trained in run_world(2, other_values_added, stage):
+        check_words(text, ["differ", "rank 1", "v", "sync_params=True"])
+        assert (refused, added) == (1, 2)
+        for name, value in snapshot(model).items():
+            assert_close(snapshot(trained)[name], value, name)
