@@ -83,11 +83,8 @@ def is_positive(value: Any) -> bool:
     return number and value > 0
 
 
-def probe(cls: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bool]]:
-    """The class's default options, and its state: names, and whether it is as large as a parameter.
-
-    Refuses classes that we cannot run.
-    """
+def probe(cls: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The class's default options, and an example of its state. Refuses what we cannot run."""
     if not (inspect.isclass(cls) and issubclass(cls, Optimizer)):
         raise TypeError(f"optimizer_class: expected a torch.optim.Optimizer class, got {cls!r}")
     if hasattr(cls, "full_state_dict"):

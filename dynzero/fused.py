@@ -6,7 +6,7 @@ Also the test that a class is elementwise: only then may it run on pieces of a p
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,10 +121,10 @@ def lion_row(group: dict[str, Any]) -> list[float]:
     return hyper_row(group["lr"], group["weight_decay"], beta1, beta2, 0.0, flags_of(group, True))
 
 
-def check_elementwise(cls: type[Optimizer], kwargs: dict[str, Any]) -> dict[str, bool]:
+def check_elementwise(cls: type[Optimizer], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Raise ValueError unless `cls` updates each element by itself.
 
-    Returns the names of its state, with True for what has a value for each element.
+    Returns its state of one piece: tensors with a value for each element, and single numbers.
 
     Runs two steps on one matrix, and on the same numbers cut into two flat pieces: the results
     must agree. So trust ratios (LAMB), matrix methods (Muon, Shampoo), factored moments (Adafactor)
@@ -157,5 +157,26 @@ def check_elementwise(cls: type[Optimizer], kwargs: dict[str, Any]) -> dict[str,
             "other elements or on the parameter's shape, so it cannot run on pieces; use an "
             "elementwise torch.optim class"
         )
-    state = optimizer.state[parts[0]]
-    return {k: isinstance(v, Tensor) and v.dim() > 0 for k, v in state.items() if v is not None}
+    for p in parts:
+        check_state(cls, optimizer.state[p], p)
+    return {k: v for k, v in optimizer.state[parts[0]].items() if v is not None}
+
+
+def check_state(cls: type[Optimizer], state: dict[str, Any], p: Tensor) -> None:
+    """What is gathered from all ranks must have a value for each element of a piece."""
+    for key, value in state.items():
+        for tensor in tensors_in(value):
+            if tensor.dim() > 0 and not (tensor is value and tensor.shape == p.shape):
+                raise ValueError(
+                    f"optimizer_class: {cls.__name__} keeps '{key}', a {type(value).__name__} with "
+                    f"a tensor of shape {tuple(tensor.shape)} for {p.numel()} elements; expected "
+                    "a tensor with a value for each element, or one number (torch.zeros(()))"
+                )
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(part)

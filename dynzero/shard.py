@@ -391,10 +391,7 @@ class TorchShard(Shard):
         if self.inner is None:
             self.inner = self.build(self._inner_groups([i], groups))
         piece = self.pieces[i]
-        self.inner.state[piece] = {
-            k: v.to(piece.dtype).clone() if isinstance(v, Tensor) and v.dim() > 0 else copied(v)
-            for k, v in state.items()
-        }
+        self.inner.state[piece] = {k: loaded(k, v, piece) for k, v in state.items()}
 
     def clear(self) -> None:
         super().clear()
@@ -402,5 +399,9 @@ class TorchShard(Shard):
         self.pieces.clear()
 
 
-def copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+def loaded(key: str, value: Any, piece: Tensor) -> Any:
+    """A copy of a state entry; torch keeps step counts on the CPU."""
+    if not isinstance(value, Tensor):
+        return value
+    dtype = piece.dtype if value.dim() > 0 else value.dtype
+    return value.to(value.device if key == "step" else piece.device, dtype, copy=True)

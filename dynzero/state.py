@@ -20,7 +20,8 @@ from .transports.control import Action
 if TYPE_CHECKING:
     from .optimizer import ZeroOptimizer
 
-# State entries of torch.optim that are one number, whatever the parameter's shape.
+# State entries of torch.optim that are one number, whatever the parameter's shape; those of other
+# classes are found when the class is tried out.
 NUMBERS = ("step", "mu_product", "mu", "eta")
 # Entries that a parameter may be without although it has been updated.
 OPTIONAL = ("momentum_buffer",)
@@ -262,27 +263,45 @@ def loaded_groups(
     ]
 
 
+def is_number(opt: ZeroOptimizer, i: int, key: str, value: Any) -> bool:
+    """If a loaded state entry is one number, whatever the shape of parameter i."""
+    if key in opt._state_keys:
+        known = opt._state_keys[key]
+        return not (isinstance(known, Tensor) and known.dim() > 0)
+    bare = isinstance(value, Tensor) and value.dim() == 0 and opt._params[i].dim() > 0
+    return key in NUMBERS or (bare and key != "master")
+
+
+def number_of(opt: ZeroOptimizer, i: int, key: str, value: Any) -> Any:
+    name = opt._names[i]
+    # A copy: it may be a view of our own counts, which are cleared before anything is loaded.
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"load_state_dict: '{key}' of parameter '{name}': expected one number, got a "
+                f"tensor of shape {tuple(value.shape)}"
+            )
+        return value.detach().clone().reshape(())
+    if key != "step":
+        return value
+    if not isinstance(value, Real):
+        raise ValueError(
+            f"load_state_dict: 'step' of parameter '{name}': expected a number, got {value!r}"
+        )
+    # Dictionaries of old torch releases have plain numbers where the classes have tensors now.
+    plain = isinstance(opt._state_keys.get(key), Real)
+    return value if plain else torch.tensor(float(value), dtype=torch.float32, device="cpu")
+
+
 def piece_of(opt: ZeroOptimizer, i: int, key: str, value: Any, form: str) -> Any:
     """This rank's piece of one loaded state entry, in the update dtype; numbers as they are."""
     p, name = opt._params[i], opt._names[i]
-    if key == "step":
-        if isinstance(value, Tensor) and value.numel() != 1:
-            raise ValueError(
-                f"load_state_dict: 'step' of parameter '{name}': expected one number, got a tensor "
-                f"of shape {tuple(value.shape)}"
-            )
-        # A copy: it may be a view of our own counts, which are cleared before anything is loaded.
-        if isinstance(value, Tensor):
-            return value.clone()
-        if not isinstance(value, Real):
-            raise ValueError(
-                f"load_state_dict: 'step' of parameter '{name}': expected a number, got {value!r}"
-            )
-        return torch.tensor(float(value))
-    if key in NUMBERS or value is None:
+    if value is None:
         return value
+    if is_number(opt, i, key, value):
+        return number_of(opt, i, key, value)
     if not isinstance(value, Tensor):
-        if opt._state_keys.get(key) or key == "master":
+        if key in opt._state_keys or key == "master":
             raise ValueError(
                 f"load_state_dict: '{key}' of parameter '{name}': expected a tensor, got {value!r}"
             )

@@ -1,0 +1,110 @@
+"""Elementwise classes that are not torch's own, with state and groups as they like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from play import assert_same_bits, stages
+from scenario import Parameters, weighted
+from world import check_words, message_of, run_world
+
+import dynzero
+
+
+class Numbers(torch.optim.Optimizer):
+    """Keeps numbers of all kinds, each of which shows in the next update."""
+
+    def __init__(self, params: Any, lr: float = 0.5) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, rate=1.0, count=torch.zeros((), dtype=torch.int64))
+                    state.update(scale=torch.ones(()), slow=torch.zeros_like(p))
+                state["step"] += 1
+                state["rate"] *= 0.9
+                state["count"] += 2
+                state["scale"] *= 1.25
+                state["slow"].mul_(0.5).add_(p.grad)
+                number = sum(range(state["step"])) + state["rate"] + state["count"].item()
+                p.sub_(state["slow"] * (group["lr"] * number) * state["scale"])
+
+
+def model_ab() -> Parameters:
+    return Parameters(a=torch.linspace(0, 1, 5), b=torch.tensor(2.0))
+
+
+def resumed(rank: int, world: int, stage: int, form: str) -> tuple[Parameters, dict[str, Any]]:
+    """Two steps, saved and loaded into a new optimizer, two more."""
+    model = model_ab()
+    saved: dict[str, Any] = {}
+    for part in range(2):
+        opt = dynzero.ZeroOptimizer(model.named_parameters(), Numbers, stage=stage)
+        if saved:
+            opt.load_state_dict(saved)
+        for step in range(2):
+            opt.backward(weighted(model, {"a": 1.0 + rank + step, "b": 2.0 + part}))
+            opt.step()
+            opt.zero_grad()
+        saved = getattr(opt, form)()
+    return model, opt.full_state_dict()
+
+
+@stages
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("form", ["state_dict", "full_state_dict"])
+def test_numbers_of_any_name_are_saved_and_loaded(world: int, stage: int, form: str) -> None:
+    model = model_ab()
+    plain = Numbers(model.named_parameters())
+    for part in range(2):
+        for step in range(2):
+            model.a.grad = torch.full((5,), 1.0 + (world - 1) / 2 + step)
+            model.b.grad = torch.tensor(2.0 + part)
+            plain.step()
+    for trained, saved in run_world(world, resumed, stage, form):
+        for name, p in model.named_parameters():
+            assert_same_bits(trained.get_parameter(name).detach(), p.detach(), name)
+        for i, p in enumerate(model.parameters()):
+            for key, value in plain.state[p].items():
+                ours = saved["state"][i][key]
+                assert type(ours) is type(value)
+                assert_same_bits(torch.as_tensor(ours), torch.as_tensor(value), key)
+
+
+class Odd(torch.optim.SGD):
+    """SGD with one more state, of a kind that its option names."""
+
+    def __init__(self, params: Any, lr: float = 0.1, extra: str = "") -> None:
+        super().__init__(params, lr=lr)
+        self.extra = extra
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            makers = {
+                "count": lambda p: torch.zeros(1),
+                "pairs": lambda p: torch.zeros(p.numel(), 2),
+                "past": lambda p: [torch.zeros_like(p)],
+                "nested": lambda p: {"mean": {"slow": torch.zeros_like(p)}},
+                "few": lambda p: [torch.zeros(()), 3],
+            }
+            self.state[p][self.extra] = makers[self.extra](p)
+
+
+@pytest.mark.parametrize("kind", ["count", "pairs", "past", "nested"])
+def test_state_that_is_not_by_element_is_refused(kind: str) -> None:
+    params = model_ab().named_parameters()
+    text = message_of(ValueError, dynzero.ZeroOptimizer, params, Odd, extra=kind)
+    check_words(text, ["optimizer_class", "Odd", f"'{kind}'", "shape", "each element", "number"])
+
+
+def test_numbers_in_a_list_are_no_reason_to_refuse() -> None:
+    dynzero.ZeroOptimizer(model_ab().named_parameters(), Odd, extra="few")
