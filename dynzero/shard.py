@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .fused import MEMBERS, FusedSpec, Seen
-from .layout import Layout, flat_view, shard_dtype
+from .layout import REAL_DTYPE, Layout, flat_view, shard_dtype
 from .ops import HYPER_COLUMNS, STATE_POINTERS, ops
 from .plan import Bucket, Plan
 from .reduced import Gradients, same, upload
@@ -312,6 +312,7 @@ class TorchShard(Shard):
         self.build, self.check_finite = build, check_finite
         self.inner: Any = None
         self.pieces: dict[int, Tensor] = {}
+        self.stand_ins: dict[int, Tensor] = {}  # by group, empty
         super().__init__(params, layout, device, whole)
 
     def create(self, new: list[int], groups: list[dict[str, Any]]) -> None:
@@ -334,15 +335,29 @@ class TorchShard(Shard):
     def _inner_groups(
         self, indices: Iterable[int], groups: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """The user's groups with the pieces of `indices` in place of the parameters."""
+        """The user's groups with the pieces of `indices` in place of the parameters.
+
+        Where there are none, something without a gradient, as torch's classes would find it: they
+        may look at the first parameter of a group.
+        """
         members: list[list[Tensor]] = [[] for _ in groups]
         group_of = self.layout.group.tolist()
         for i in indices:
             members[group_of[i]].append(self.pieces[i])
+        for g, (pieces, group) in enumerate(zip(members, groups, strict=True)):
+            if not pieces and group["params"]:
+                pieces.append(self._stand_in(g, group["params"][0]))
         return [
             {**{k: v for k, v in group.items() if k not in NOT_OPTIONS}, "params": pieces}
             for group, pieces in zip(groups, members, strict=True)
         ]
+
+    def _stand_in(self, g: int, like: Tensor) -> Tensor:
+        if g not in self.stand_ins:
+            dtype = shard_dtype(REAL_DTYPE[like.dtype])
+            empty = torch.empty(0, dtype=dtype, device=self.device)
+            self.stand_ins[g] = torch.nn.Parameter(empty, requires_grad=False)
+        return self.stand_ins[g]
 
     def begin(self, plan: Plan, grads: Gradients, groups: list[dict[str, Any]]) -> None:
         self.stepped = not (self.check_finite and bool(grads.decided("found")))

@@ -79,6 +79,60 @@ def test_numbers_of_any_name_are_saved_and_loaded(world: int, stage: int, form: 
                 assert_same_bits(torch.as_tensor(ours), torch.as_tensor(value), key)
 
 
+class Counting(torch.optim.Optimizer):
+    """Looks at the first parameter of each group, and counts the group's steps in its options."""
+
+    def __init__(self, params: Any, lr: float = 0.5) -> None:
+        super().__init__(params, {"lr": lr, "count": 0})
+        for group in self.param_groups:
+            assert group["params"][0].dim() > 0
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["count"] += 1
+            number = torch.tensor(group["count"], dtype=group["params"][0].dtype)
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * group["lr"] / number)
+
+
+# Nobody has c before the last step.
+USED = [{"a": 1.0}, {"b": 2.0}, {"a": 3.0, "b": 1.0}, {"a": 1.0, "b": 2.0, "c": 3.0}]
+
+
+def model_abc() -> Parameters:
+    return Parameters(a=torch.ones(5), b=torch.ones(2, 2), c=torch.ones(3))
+
+
+def by_groups(rank: int, world: int, stage: int) -> tuple[Parameters, list[int]]:
+    model = model_abc()
+    groups = [{"params": [item], "lr": 0.1 + k} for k, item in enumerate(model.named_parameters())]
+    opt = dynzero.ZeroOptimizer(groups, Counting, stage=stage)
+    for step, factors in enumerate(USED):
+        opt.backward(weighted(model, factors))
+        opt.step()
+        opt.zero_grad()
+        if step == 1:
+            opt.load_state_dict(opt.full_state_dict())
+    return model, [group["count"] for group in opt.param_groups]
+
+
+@stages
+@pytest.mark.parametrize("world", [1, 2])
+def test_groups_without_gradients_are_not_empty(world: int, stage: int) -> None:
+    model = model_abc()
+    plain = Counting([{"params": [p], "lr": 0.1 + k} for k, p in enumerate(model.parameters())])
+    for factors in USED:
+        for name, p in model.named_parameters():
+            p.grad = torch.full_like(p, factors[name]) if name in factors else None
+        plain.step()
+    for trained, counts in run_world(world, by_groups, stage):
+        assert counts == [4, 4, 4]
+        for name, p in model.named_parameters():
+            assert_same_bits(trained.get_parameter(name).detach(), p.detach(), name)
+
+
 class Odd(torch.optim.SGD):
     """SGD with one more state, of a kind that its option names."""
 
