@@ -89,7 +89,7 @@ def probe(cls: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
         raise TypeError(f"optimizer_class: expected a torch.optim.Optimizer class, got {cls!r}")
     if hasattr(cls, "full_state_dict"):
         raise TypeError("optimizer_class: expected a plain optimizer class, got a sharded one")
-    dummy = torch.nn.Parameter(torch.zeros(2, 2))
+    dummy = torch.nn.Parameter(torch.zeros(2, 2, device="cpu"))
     try:
         defaults = dict(cls([dummy], **kwargs).defaults)
     except TypeError as cause:

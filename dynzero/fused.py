@@ -132,19 +132,20 @@ def check_elementwise(cls: type[Optimizer], kwargs: dict[str, Any]) -> dict[str,
     """
     # Float64 and a large rate: the updates, not the start values, decide.
     rate = {"lr": 0.1} if "lr" in kwargs else {}
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(4, 6, generator=generator, dtype=torch.float64)
-    grads = [torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(2)]
+    generator = torch.Generator("cpu").manual_seed(0)
+    numbers = torch.empty(3, 4, 6, dtype=torch.float64, device="cpu").normal_(generator=generator)
+    start, *grads = numbers.unbind()
     whole = [torch.nn.Parameter(start.clone())]
     parts = [torch.nn.Parameter(part.clone()) for part in start.flatten().split([7, 17])]
     try:
-        for params in (whole, parts):
-            optimizer = cls(params, **{**kwargs, **rate})
-            for grad in grads:
-                cut = [grad] if len(params) == 1 else grad.flatten().split([7, 17])
-                for p, g in zip(params, cut, strict=True):
-                    p.grad = g.clone()
-                optimizer.step()
+        with torch.device("cpu"):  # whatever the default is, where the class makes tensors itself
+            for params in (whole, parts):
+                optimizer = cls(params, **{**kwargs, **rate})
+                for grad in grads:
+                    cut = [grad] if len(params) == 1 else grad.flatten().split([7, 17])
+                    for p, g in zip(params, cut, strict=True):
+                        p.grad = g.clone()
+                    optimizer.step()
     except Exception as cause:
         raise ValueError(
             f"optimizer_class: {cls.__name__} cannot run on 1-D pieces of parameters without a "

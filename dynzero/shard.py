@@ -37,7 +37,7 @@ class Shard:
         self.staged: dict[int, Tensor] = {}  # stand-ins of parameters whose memory has gaps
         self.masters: dict[int, Tensor] = {}
         self.live: set[int] = set()
-        self._is_live = torch.zeros(layout.size, dtype=torch.bool)  # the same, by index
+        self._is_live = torch.zeros(layout.size, dtype=torch.bool, device="cpu")  # by index
         self._ensured: Tensor | None = None  # `active` of the last step
         self.relayout(layout)
         self.steps = torch.zeros(layout.size, dtype=torch.float32, device=device)
@@ -50,9 +50,9 @@ class Shard:
         self._own, self._start = self.own.tolist(), self.start.tolist()
 
     def grow(self, layout: Layout) -> None:
-        extra = torch.zeros(layout.size - self.layout.size, device=self.device)
-        self.steps = torch.cat([self.steps, extra])
-        self._is_live = torch.cat([self._is_live, extra.cpu().bool()])
+        added = (0, layout.size - self.layout.size)
+        self.steps = torch.nn.functional.pad(self.steps, added)
+        self._is_live = torch.nn.functional.pad(self._is_live, added)
         self.relayout(layout)
 
     def own_view(self, i: int) -> Tensor:
@@ -169,7 +169,8 @@ class FusedShard(Shard):
 
     def relayout(self, layout: Layout) -> None:
         super().relayout(layout)
-        self._table = torch.zeros(len(STATE_POINTERS), layout.size, dtype=torch.int64)
+        size = len(STATE_POINTERS), layout.size
+        self._table = torch.zeros(size, dtype=torch.int64, device="cpu")
         self._offset_bytes = self.start * layout.itemsize
         for i in self.live:
             self._point(i)
@@ -212,7 +213,8 @@ class FusedShard(Shard):
     def _follow_options(self, groups: list[dict[str, Any]]) -> None:
         rows = [self.spec.row(group) for group in groups]
         if rows != self._hyper_rows:
-            self._hyper = upload(torch.tensor(rows, dtype=torch.float64), self.device)
+            hyper = torch.tensor(rows, dtype=torch.float64, device="cpu")
+            self._hyper = upload(hyper, self.device)
             self._hyper_rows = rows
         for g, group in enumerate(groups):
             if isinstance(group["lr"], Tensor) and group["lr"].is_cuda:
