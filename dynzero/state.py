@@ -50,7 +50,7 @@ def tag(opt: ZeroOptimizer, form: str) -> dict[str, Any]:
 
 def torch_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Copies: what the caller does to a saved dictionary must not reach the optimizer."""
-    return [{k: copy.copy(v) for k, v in group.items() if k not in OURS} for group in groups]
+    return [{k: copy.deepcopy(v) for k, v in group.items() if k not in OURS} for group in groups]
 
 
 def shard_state_dict(opt: ZeroOptimizer, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -250,7 +250,7 @@ def with_buffers(
 def loaded_groups(
     opt: ZeroOptimizer, groups: list[dict[str, Any]], own: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """The groups as loading leaves them; `own` is what we have added to torch's dictionary."""
+    """The groups as loading leaves them, of copies; `own` is what we have added to torch's."""
     ours = own["groups"] if own else [{}] * len(groups)
     if len(ours) != len(groups):
         raise ValueError(
@@ -258,7 +258,7 @@ def loaded_groups(
             f"{len(ours)}"
         )
     return [
-        {**group, **{k: v for k, v in theirs.items() if k not in MEMBERS}, **more}
+        {**group, **copy.deepcopy({k: v for k, v in theirs.items() if k not in MEMBERS}), **more}
         for group, theirs, more in zip(opt.param_groups, groups, ours, strict=True)
     ]
 

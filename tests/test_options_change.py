@@ -96,3 +96,39 @@ def test_torchs_buffers_load_while_momentum_is_0(fused: bool | None) -> None:
         one_step(opt, model, factors)
     for name, p in plain(values)[0].named_parameters():
         torch.testing.assert_close(model.get_parameter(name), p, rtol=1e-6, atol=1e-6)
+
+
+def trained_by(lr: torch.Tensor, fused: bool | None, saved: Any = None) -> tuple[Any, Any]:
+    """An optimizer after one step with a tensor as learning rate, and its parameter."""
+    p = torch.nn.Parameter(torch.ones(5))
+    opt = dynzero.ZeroOptimizer([p], torch.optim.AdamW, lr=lr, fused=fused)
+    if saved is not None:
+        opt.load_state_dict(saved)
+    p.grad = torch.ones(5)
+    opt.step()
+    return opt, p
+
+
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("form", ["state_dict", "full_state_dict", "plain"])
+def test_a_tensor_lr_is_copied_both_ways(form: str, fused: bool | None) -> None:
+    """As torch does it at load; a saved dictionary is the caller's own, too."""
+    first, _ = trained_by(torch.tensor(0.1), fused)
+    if form == "plain":
+        saved = torch.optim.AdamW([torch.nn.Parameter(torch.ones(5))], lr=torch.tensor(0.1))
+        saved = saved.state_dict()
+    else:
+        saved = getattr(first, form)()
+    lr = torch.tensor(0.3)
+    second, p = trained_by(lr, fused, saved)
+    (group,) = second.param_groups
+    assert group["lr"] is not lr and float(group["lr"]) == float(torch.tensor(0.1))
+    first.param_groups[0]["lr"].fill_(5.0)
+    saved["param_groups"][0]["lr"].fill_(7.0)
+    assert float(group["lr"]) == float(torch.tensor(0.1)) and float(lr) == float(torch.tensor(0.3))
+    group["lr"].fill_(0.0)
+    assert float(first.param_groups[0]["lr"]) == 5.0
+    assert float(saved["param_groups"][0]["lr"]) == 7.0
+    before = p.detach().clone()
+    second.step()
+    torch.testing.assert_close(p.detach(), before)
