@@ -136,10 +136,10 @@ def load(opt: ZeroOptimizer, state_dict: dict[str, Any]) -> None:
             loaded[i] = (pieces, master)
         spec = with_buffers(spec, loaded)
         lines = summary(opt, state_dict, loaded)
-    except (ValueError, RuntimeError) as caught:
-        error = caught
     except (KeyError, AttributeError, IndexError, TypeError) as caught:
         error = ValueError(f"load_state_dict: expected a state dict of an optimizer: {caught!r}")
+    except Exception as caught:  # whatever it is, the others must not wait for this rank
+        error = caught
     opt._control.raise_together(error)
     construction.agree_on_setup(opt._control, lines)
     commit(opt, own, groups, loaded, spec)

@@ -131,6 +131,33 @@ def test_broken_state_is_refused(world: int, stage: int, fused: bool | None) -> 
             assert_same_bits(params[parameter], value, parameter)
 
 
+def picky(opt: Any, state: dict[str, Any]) -> None:
+    assert not state["state"], "wants no state"
+
+
+def refused_by_a_hook(rank: int, world: int, stage: int) -> str:
+    """The hook of the last rank raises what no optimizer does."""
+    model = SCENARIO.model()
+    opt = make(SCENARIO, model, stage=stage)
+    opt.backward(SCENARIO.loss(model, Turn(0, 0, rank, world)))
+    opt.step()
+    before = opt.full_state_dict()
+    if rank == world - 1:
+        opt.register_load_state_dict_pre_hook(picky)
+    text = outcome_of(opt.load_state_dict, before)
+    after = opt.full_state_dict()
+    assert_states_equal(state_by_name(after), state_by_name(before), assert_same_bits)
+    return text
+
+
+@stages
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_error_of_any_type_in_a_hook_reaches_all_ranks(world: int, stage: int) -> None:
+    kind = "AssertionError" if world == 1 else "RuntimeError: rank 1: AssertionError"
+    for text in run_world(world, refused_by_a_hook, stage, timeout=20.0):
+        assert text.startswith(f"{kind}: wants no state")
+
+
 def load_permuted(rank: int, world: int, stage: int) -> Any:
     """The same parameters listed in another order: state goes by name where there are names."""
     model = SCENARIO.model()
