@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from numbers import Real
@@ -53,6 +54,11 @@ def torch_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: copy.deepcopy(v) for k, v in group.items() if k not in OURS} for group in groups]
 
 
+def tagged(packed: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Torch's dictionary as the user's hooks have left it, as ours."""
+    return {**packed, "param_groups": torch_groups(packed["param_groups"]), "dynzero": own}
+
+
 def shard_state_dict(opt: ZeroOptimizer, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     opt.state.clear()
     steps = opt._shard.steps.tolist()
@@ -60,13 +66,8 @@ def shard_state_dict(opt: ZeroOptimizer, base: Callable[[], dict[str, Any]]) -> 
         own = entries(opt, i, steps)
         if own:
             opt.state[p] = own
-    packed = base()
-    packed["param_groups"] = torch_groups(packed["param_groups"])
-    packed["dynzero"] = {
-        **tag(opt, "shard"), "world": opt._control.world, "rank": opt._control.rank,
-        "stage": opt._options.stage,
-    }  # fmt: skip
-    return packed
+    place = {"world": opt._control.world, "rank": opt._control.rank, "stage": opt._options.stage}
+    return tagged(base(), tag(opt, "shard") | place)
 
 
 def full_state_dict(opt: ZeroOptimizer, rank0_only: bool) -> dict[str, Any]:
@@ -75,9 +76,12 @@ def full_state_dict(opt: ZeroOptimizer, rank0_only: bool) -> dict[str, Any]:
     state = gather_whole(opt, keep=keep, to_cpu=rank0_only)
     if not keep:
         return {}
-    packed = torch.optim.Optimizer.state_dict(opt)
-    groups = torch_groups(packed["param_groups"])
-    return {"state": state, "param_groups": groups, "dynzero": tag(opt, "full")}
+    shown = opt.state
+    opt.state = defaultdict(dict, {opt._params[i]: whole for i, whole in state.items()})
+    try:
+        return tagged(torch.optim.Optimizer.state_dict(opt), tag(opt, "full"))
+    finally:
+        opt.state = shown
 
 
 def gather_whole(

@@ -235,6 +235,42 @@ def test_rank0_only(world: int, stage: int) -> None:
             assert not mine
 
 
+def with_state_hooks(rank: int, world: int, stage: int) -> dict[str, dict[str, Any]]:
+    """A hook that adds a key and one that replaces the dictionary, which counts what it sees."""
+    scenario = two_heads(mixed)
+    model = scenario.model()
+    opt = make(scenario, model, stage=stage)
+
+    def add(opt: Any, state: dict[str, Any]) -> None:
+        state["note"] = "added"
+
+    def replace(opt: Any, state: dict[str, Any]) -> dict[str, Any]:
+        shapes = [tuple(entries["exp_avg"].shape) for entries in state["state"].values()]
+        return {**state, "shapes": shapes}
+
+    opt.register_state_dict_post_hook(add)
+    opt.register_state_dict_post_hook(replace)
+    opt.backward(scenario.loss(model, Turn(0, 0, rank, world)))
+    opt.step()
+    opt.state_dict()
+    shown = dict(opt.state)
+    full = opt.full_state_dict()
+    assert opt.state == shown, "not left behind"
+    opt.load_state_dict(full)
+    return {"full": full, "shard": opt.state_dict()}
+
+
+@stages
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_hooks_add_is_saved(world: int, stage: int) -> None:
+    shapes = [tuple(p.shape) for p in two_heads(mixed).model().parameters()]
+    for saved in run_world(world, with_state_hooks, stage):
+        for state in saved.values():
+            assert state["note"] == "added" and len(state["shapes"]) == len(state["state"])
+        numbers = saved["full"]["state"]
+        assert saved["full"]["shapes"] == [shapes[i] for i in numbers] != []
+
+
 def load_other_shard(rank: int, world: int, stage: int, saved: list[bytes], shift: int) -> Any:
     """Loads a shard that is not this rank's; the refusal must change nothing."""
     scenario = two_heads(mixed)
