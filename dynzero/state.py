@@ -340,6 +340,7 @@ def commit(
     """own: what we have added to torch's dictionary. groups: as they are from now on."""
     for ours, theirs in zip(opt.param_groups, groups, strict=True):
         ours.update(theirs)
+    opt.state.clear()  # what state_dict() has shown there, and what would keep it in memory
     opt._shard.clear()
     construction.extend_spec(opt, spec)
     for i, (state, master) in loaded.items():

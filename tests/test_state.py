@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import weakref
 from typing import Any
 
 import pytest
@@ -269,6 +271,23 @@ def test_what_hooks_add_is_saved(world: int, stage: int) -> None:
             assert state["note"] == "added" and len(state["shapes"]) == len(state["state"])
         numbers = saved["full"]["state"]
         assert saved["full"]["shapes"] == [shapes[i] for i in numbers] != []
+
+
+@pytest.mark.parametrize("fused", [None, False])
+def test_loading_keeps_no_old_moments(fused: bool | None) -> None:
+    p = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+    opt = dynzero.ZeroOptimizer([p], torch.optim.AdamW, lr=0.1, fused=fused)
+    opt.backward(p.sum())
+    opt.step()
+    saved = opt.full_state_dict()
+    opt.state_dict()
+    shown = opt.state[p]
+    assert set(shown) == {"step", "exp_avg", "exp_avg_sq", "master"}, "as with torch"
+    moments = [weakref.ref(shown[key]) for key in ("exp_avg", "exp_avg_sq", "master")]
+    del shown
+    opt.load_state_dict(saved)
+    gc.collect()
+    assert [moment() for moment in moments] == [None] * 3
 
 
 def load_other_shard(rank: int, world: int, stage: int, saved: list[bytes], shift: int) -> Any:
