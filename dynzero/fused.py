@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from .hooks import no_global_hooks
 from .lion import Lion
 from .ops import HYPER_COLUMNS, HYPER_FLAGS, OPTIMIZER_KINDS
 
@@ -138,7 +139,8 @@ def check_elementwise(cls: type[Optimizer], kwargs: dict[str, Any]) -> dict[str,
     whole = [torch.nn.Parameter(start.clone())]
     parts = [torch.nn.Parameter(part.clone()) for part in start.flatten().split([7, 17])]
     try:
-        with torch.device("cpu"):  # whatever the default is, where the class makes tensors itself
+        # On the CPU whatever the default is, where the class makes tensors itself.
+        with torch.device("cpu"), no_global_hooks():
             for params in (whole, parts):
                 optimizer = cls(params, **{**kwargs, **rate})
                 for grad in grads:

@@ -1,20 +1,42 @@
 """What torch wraps around step(): a range for the profiler, and the user's hooks.
 
 torch's own wrapper costs as much as a third of our step on the host, mostly for a range that nobody
-looks at. It runs where there is something for it to do.
+looks at. It runs where there is something for it to do. Hooks for all optimizers are for those of
+the user, so they do not see the ones that we make.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch._C._autograd import _profiler_enabled
-from torch.optim import Optimizer
+from torch.optim import Optimizer, optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from .ops import Range
+
+
+@contextmanager
+def no_global_hooks() -> Iterator[None]:
+    """Around the step of an optimizer that the user does not know of.
+
+    Its wrapper could be passed by instead, but not those of base classes that it calls, nor may
+    hooks be lost that the class has registered for itself.
+    """
+    names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+    kept = [getattr(optimizer, name) for name in names]
+    for name in names:
+        setattr(optimizer, name, OrderedDict())  # not cleared: one of them may be running
+    try:
+        yield
+    finally:
+        for name, hooks in zip(names, kept, strict=True):
+            hooks.update(getattr(optimizer, name))
+            setattr(optimizer, name, hooks)
 
 
 def hooked(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .fused import MEMBERS, FusedSpec, Seen
+from .hooks import no_global_hooks
 from .layout import REAL_DTYPE, Layout, flat_view, shard_dtype
 from .ops import HYPER_COLUMNS, STATE_POINTERS, ops
 from .plan import Bucket, Plan
@@ -372,7 +373,8 @@ class TorchShard(Shard):
             grad = grads.averaged(i)
             self.pieces[i].grad = grad if clip is None else grad * clip.to(grad.dtype)
         self.inner.param_groups = self._inner_groups(active, groups)
-        self.inner.step()
+        with no_global_hooks():
+            self.inner.step()
         for group, inner in zip(groups, self.inner.param_groups, strict=True):
             group.update({k: v for k, v in inner.items() if k != "params"})
         for i in active:
