@@ -33,6 +33,8 @@ from .rounds import hook_gradient, remove_all
 # Modules that read parameters of modules below them, and do not call those.
 READING_BELOW = (nn.MultiheadAttention, nn.TransformerEncoderLayer, torch.jit.ScriptModule)
 NOT_CALLED = (nn.ModuleList, nn.ModuleDict)
+# Those that have nothing to call.
+PARAMETERS = (nn.ParameterList, nn.ParameterDict)
 
 REMEDY = "call opt.wait_for_parameters() after step(), or use gather='eager'"
 
@@ -136,7 +138,7 @@ class Arrivals:
         with self._lock:
             count = self._now_run(module._parameters.values())
             if module._modules:
-                whole = [module] if isinstance(module, READING_BELOW) else compiled_below(module)
+                whole = [module] if isinstance(module, READING_BELOW) else hookless_below(module)
                 for other in whole:
                     count = max(count, self._now_run(other.parameters()))
             if count:
@@ -226,15 +228,15 @@ def is_optimized(module: nn.Module) -> bool:
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
 
-def compiled_below(module: nn.Module) -> Iterator[nn.Module]:
-    """Modules below this one that run without hooks."""
+def hookless_below(module: nn.Module) -> Iterator[nn.Module]:
+    """Modules below this one that run without hooks, or do not run."""
     for child in module._modules.values():
         if child is None:
             continue
-        if child._compiled_call_impl is not None:
+        if child._compiled_call_impl is not None or isinstance(child, PARAMETERS):
             yield child
         elif isinstance(child, NOT_CALLED):
-            yield from compiled_below(child)
+            yield from hookless_below(child)
 
 
 # Those of all optimizers; weak, and looked at only when another one is built.

@@ -316,6 +316,36 @@ def test_tied_weights_and_attention(world: int, backend: str) -> None:
     run_world(world, shared, backend=backend)
 
 
+class Listed(nn.Module):
+    """Parameters in lists and dicts, which no call of their module announces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.few = nn.ParameterList([nn.Parameter(torch.randn(4)) for _ in range(3)])
+        shifts = {"a": nn.Parameter(torch.randn(4)), "b": nn.Parameter(torch.randn(4))}
+        self.blocks = nn.ModuleList([nn.ParameterDict(shifts)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = sum(self.few) * self.first(x)
+        return x + self.blocks[0]["a"] * self.blocks[0]["b"]
+
+
+def listed(rank: int, world: int, stage: int) -> None:
+    run = Run(Listed, stage=stage)
+    for _ in range(3):
+        run.step()
+    assert not run.same(), "on their way"
+    run.lazy[0](inputs(run.lazy[0]))
+    assert run.same()
+
+
+@worlds(2)
+@sharded
+def test_lists_of_parameters_arrive_with_their_module(world: int, backend: str, stage: int) -> None:
+    run_world(world, listed, stage, backend=backend)
+
+
 def build_compiled(how: str) -> nn.Module:
     model = Wide()
     if how == "module":
