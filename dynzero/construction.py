@@ -254,8 +254,7 @@ def build_shard(opt: ZeroOptimizer) -> Shard:
     def build(groups: list[dict[str, Any]]) -> Optimizer:
         return cls(groups, **kwargs)
 
-    finite = opt._options.check_finite
-    return TorchShard(opt._params, opt._layout, opt._device, whole, build, finite)
+    return TorchShard(opt._params, opt._layout, opt._device, whole, build)
 
 
 def build_mover(control: Control, layout: Layout, device: torch.device, group: Any) -> Mover | None:

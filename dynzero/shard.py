@@ -310,9 +310,8 @@ class TorchShard(Shard):
         device: torch.device,
         whole: bool,
         build: Any,
-        check_finite: bool,
     ) -> None:
-        self.build, self.check_finite = build, check_finite
+        self.build = build
         self.inner: Any = None
         self.pieces: dict[int, Tensor] = {}
         self.stand_ins: dict[int, Tensor] = {}  # by group, empty
@@ -363,7 +362,7 @@ class TorchShard(Shard):
         return self.stand_ins[g]
 
     def begin(self, plan: Plan, grads: Gradients, groups: list[dict[str, Any]]) -> None:
-        self.stepped = not (self.check_finite and bool(grads.decided("found")))
+        self.stepped = not (grads.checking and bool(grads.decided("found")))
         if not self.stepped:
             return
         active = sorted(plan.indices)

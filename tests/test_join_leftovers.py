@@ -91,9 +91,11 @@ def test_all_ranks_have_the_same_scaler_after_join(stage: int, batches: list[int
         assert a == pytest.approx(expected, abs=1e-6)
 
 
-def skipped_by_scaler(rank: int, world: int, stage: int, check_finite: bool) -> list[Any]:
+def skipped_by_scaler(
+    rank: int, world: int, stage: int, check_finite: bool, fused: bool
+) -> list[Any]:
     """The last rank overflows in the second of five steps. Stage 2 never calls zero_grad()."""
-    model, opt = make(stage, check_finite=check_finite)
+    model, opt = make(stage, check_finite=check_finite, fused=fused)
     scaler = dynzero.GradScaler("cpu", init_scale=4.0)
     seen: list[Any] = []
     with Lines() as log:
@@ -111,11 +113,12 @@ def skipped_by_scaler(rank: int, world: int, stage: int, check_finite: bool) -> 
 @stages
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("check_finite", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
 def test_a_skip_of_the_scaler_is_named_and_counted(
-    stage: int, world: int, check_finite: bool
+    stage: int, world: int, check_finite: bool, fused: bool
 ) -> None:
     where = [("a", world - 1, "inf")]
-    for seen, counters, lines, a in run_world(world, skipped_by_scaler, stage, check_finite):
+    for seen, counters, lines, a in run_world(world, skipped_by_scaler, stage, check_finite, fused):
         expected = [(i, True, None, 2.0) for i in range(5)]
         expected[:2] = [(0, True, None, 4.0), (1, False, where, 2.0)]
         assert seen == expected
