@@ -33,6 +33,8 @@ import torch.distributed as dist
 GRACE_SECONDS = 15.0
 # Beyond every case's limit: a stuck collective is to be found by us, with a stack.
 GROUP_TIMEOUT = datetime.timedelta(seconds=180)
+# How far beyond a group's timeout an error may come on a busy machine.
+LATE_SECONDS = 1.5
 
 _device = torch.device("cpu")  # in a rank process: where this rank's tensors live
 
@@ -44,11 +46,13 @@ class RankError(NamedTuple):
 
 
 class RankFailure(AssertionError):
-    """Some rank raised, died or hung. `errors` holds what each such rank reported."""
+    """Some rank raised, died or hung. `errors` holds what each such rank reported, `results` what
+    the others returned (None of a rank that died).
+    """
 
-    def __init__(self, text: str, errors: dict[int, RankError]) -> None:
+    def __init__(self, text: str, errors: dict[int, RankError], results: list[Any]) -> None:
         super().__init__(text)
-        self.errors = errors
+        self.errors, self.results = errors, results
 
 
 def run_world(
@@ -60,7 +64,7 @@ def run_world(
     if stuck:
         pool.close()
     if errors or stuck:
-        raise RankFailure(_report(fn, errors, stuck), errors)
+        raise RankFailure(_report(fn, errors, stuck), errors, results)
     return results
 
 
