@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 from unittest import mock
@@ -128,6 +129,74 @@ def exhausted_after_join(rank: int, world: int, stage: int) -> list[str]:
 def test_exhaustion_is_not_raised_again_after_join(stage: int) -> None:
     for errors in run_world(2, exhausted_after_join, stage):
         assert_errors(errors, "E..")
+
+
+def micro_batch_overflows(
+    rank: int, world: int, stage: int, bad: float, local: bool
+) -> tuple[Any, list[str], list[float]]:
+    """On the last rank, in the first of two micro-batches; local: inside no_sync()."""
+    model = model_ab()
+    opt = make(model, stage)
+    factor = bad if rank == world - 1 else 1.0
+    with Lines() as log:
+        with opt.no_sync() if local else contextlib.nullcontext():
+            opt.backward(model.a.sum() + (model.b * factor).sum())
+        opt.backward(model.a.sum() + model.b.sum())
+        opt.step()
+        assert opt.counters == {"taken": 0, "skipped": 1}
+    assert opt.last_step is not None
+    return opt.last_step.overflow, log.lines, [*model.a.tolist(), *model.b.tolist()]
+
+
+@stages
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("local", [False, True])
+def test_an_overflow_of_an_earlier_micro_batch_is_named(
+    world: int, stage: int, bad: float, local: bool
+) -> None:
+    for result in run_world(world, micro_batch_overflows, stage, bad, local):
+        overflow, lines, values = result
+        assert overflow == [("b", world - 1, str(bad))]
+        assert lines == [f"iteration 0 skipped: {bad} in 'b' on rank {world - 1}"]
+        assert values == [1.0] * 7
+
+
+def several_overflow(rank: int, world: int, stage: int, bucket_bytes: int) -> Any:
+    model = Parameters(a=torch.ones(4), b=torch.ones(3), c=torch.ones(9))
+    opt = make(model, stage, bucket_bytes=bucket_bytes)
+    factors = [{"b": math.nan, "c": math.inf}, {"a": math.inf, "b": math.nan}][rank]
+    with Lines() as log:
+        opt.backward(sum(p[-1] * factors.get(name, 1.0) for name, p in model.named_parameters()))
+        opt.step()
+        assert opt.counters == {"taken": 0, "skipped": 1}
+    assert opt.last_step is not None
+    return opt.last_step.overflow, log.lines
+
+
+@stages
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+def test_each_rank_names_its_first_parameter(stage: int, bucket_bytes: int) -> None:
+    """In the order of the parameters, whichever bucket comes first."""
+    for overflow, lines in run_world(2, several_overflow, stage, bucket_bytes):
+        assert overflow == [("a", 1, "inf"), ("b", 0, "nan")]
+        assert lines == ["iteration 0 skipped: inf in 'a' on rank 1, nan in 'b' on rank 0"]
+
+
+def both_kinds(rank: int, world: int, stage: int) -> Any:
+    model = model_ab()
+    opt = make(model, stage)
+    opt.backward((model.a * torch.tensor([1.0, math.inf, math.nan, math.inf])).sum())
+    opt.step()
+    assert opt.last_step is not None
+    return opt.last_step.overflow
+
+
+@stages
+@pytest.mark.parametrize("world", [1, 2])
+def test_inf_and_nan_in_one_gradient_count_as_nan(world: int, stage: int) -> None:
+    expected = [("a", rank, "nan") for rank in range(world)]
+    assert run_world(world, both_kinds, stage) == [expected] * world
 
 
 def last_step_of_all(rank: int, world: int, stage: int) -> list[str]:
