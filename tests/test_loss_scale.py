@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -34,7 +35,7 @@ def scales(rank: int, world: int, stage: int, scale: Any, pattern: str) -> dict[
     opt = dynzero.ZeroOptimizer(
         model.named_parameters(), torch.optim.AdamW, lr=0.1, stage=stage, loss_scale=scale
     )
-    seen: dict[str, Any] = {"scale": [], "overflow": [], "kept": True, "error": None}
+    seen: dict[str, Any] = {"used": [], "scale": [], "overflow": [], "kept": True, "error": None}
     for mark in pattern:
         before = [p.detach().clone() for p in model.parameters()]
         bad = mark == "O" and rank == world - 1
@@ -47,6 +48,7 @@ def scales(rank: int, world: int, stage: int, scale: Any, pattern: str) -> dict[
         opt.zero_grad()
         same = all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
         seen["kept"] &= same == (mark == "O") and opt.last_step.stepped == (mark != "O")
+        seen["used"].append(opt.last_step.loss_scale)
         seen["scale"].append(opt.loss_scale)
         seen["overflow"].append(opt.last_step.overflow)
     return seen | {"counters": opt.counters}
@@ -57,6 +59,7 @@ def scales(rank: int, world: int, stage: int, scale: Any, pattern: str) -> dict[
 def test_case_20_scale_at_its_minimum_and_hysteresis(world: int, stage: int) -> None:
     for result in run_world(world, scales, stage, SCALE, PATTERN):
         assert result["scale"] == SCALES
+        assert result["used"] == [16, *SCALES[:-1]], "last_step tells what the gradients carried"
         assert result["kept"], "a skipped step changes nothing, a good one does"
         assert result["counters"] == {"taken": 3, "skipped": 8}
         for mark, overflow in zip(PATTERN, result["overflow"], strict=True):
@@ -68,6 +71,28 @@ def test_case_20_scale_at_its_minimum_and_hysteresis(world: int, stage: int) -> 
 def test_case_20_a_good_step_does_not_restore_hysteresis(world: int, stage: int) -> None:
     for result in run_world(world, scales, stage, SCALE, "O.O.O.O"):
         assert result["scale"] == [16, 16, 8, 8, 4, 4, 2]
+
+
+@stages
+@pytest.mark.parametrize("world", [1, 2])
+def test_other_factors_than_two_and_one_half(world: int, stage: int) -> None:
+    scale = dynzero.LossScale(init=16, growth=4, backoff=0.25, minimum=2, window=2)
+    for result in run_world(world, scales, stage, scale, "..OOO.."):
+        assert result["scale"] == [16, 64, 16, 4, 2, 2, 8]
+        assert result["used"] == [16, 16, 64, 16, 4, 2, 2]
+        assert result["kept"]
+
+
+@stages
+@pytest.mark.parametrize("world", [1, 2])
+def test_case_20_raises_at_its_minimum(world: int, stage: int) -> None:
+    """The tenth step overflows at the minimum, so the eleventh says so."""
+    scale = dataclasses.replace(SCALE, on_minimum="raise")
+    results = run_world(world, scales, stage, scale, PATTERN)
+    for result in results:
+        assert result["scale"] == SCALES[:10]
+        assert result["error"] == results[0]["error"]
+        assert "minimum of 2" in result["error"]
 
 
 @stages
@@ -201,6 +226,32 @@ def test_case_23_averaging_in_fp16(stage: int, value: float, wire: Any) -> None:
     for mean, overflow, p in run_world(4, fp16_average, stage, value, wire):
         assert overflow is None
         assert_same_bits(mean, exact.float(), "mean")
+        assert_same_bits(p, -exact, "p")
+
+
+def fp16_rounds(rank: int, world: int, value: float, wire: Any, rounds: int) -> Any:
+    """Stage 2; each backward gives `value` everywhere, so they sum up to `rounds` times that."""
+    p = torch.nn.Parameter(torch.zeros(9, dtype=torch.float16))
+    opt = dynzero.ZeroOptimizer([p], torch.optim.SGD, lr=1 / rounds, stage=2, wire_dtype=wire)
+    for _ in range(rounds):
+        opt.backward((p * value).sum())
+        assert p.grad is None
+    mean = opt.full_grad(p)
+    opt.step()
+    return mean, opt.last_step.overflow, p.detach()
+
+
+@pytest.mark.parametrize("value", [40000.0, 6e-8])
+@pytest.mark.parametrize("wire", [None, torch.float32])
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_case_23_averaging_in_fp16_while_backward_runs(
+    value: float, wire: Any, rounds: int
+) -> None:
+    """Two rounds of 40000 are more than float16 holds; but they are summed in float32."""
+    exact = torch.full((9,), value, dtype=torch.float16)
+    for mean, overflow, p in run_world(4, fp16_rounds, value, wire, rounds):
+        assert overflow is None
+        assert_same_bits(mean, exact.float() * rounds, "mean")
         assert_same_bits(p, -exact, "p")
 
 

@@ -152,6 +152,17 @@ def test_begin_step_moves_a_dynamic_scale(device):
     assert (named_state["taken"], named_state["skipped"]) == (4, 5)
 
 
+def test_begin_step_takes_any_growth_and_backoff(device):
+    good, bad = [[1.0, -1, 0, 0]], [[1.0, 0, INF, 0]]
+    state = scale_state(device, value=8.0, hysteresis=1.0)
+    story = [(good, 24.0), (bad, 6.0), (bad, 1.5), (good, 4.5), (bad, 1.125), (bad, 0.5)]
+    for records, value in story:
+        _, _, named_state = begin(records, device, options=[3.0, 0.25, 1.0, 1.0, 0.5], state=state)
+        assert named_state["value"] == value
+        state = scale_state(device, **named_state)
+    assert named_state["exhausted"] == 0
+
+
 def test_begin_step_leaves_a_constant_scale(device):
     for records in ([[1.0, -1, 0, 0]], [[1.0, 0, INF, 0]]):
         _, _, state = begin(records, device, state=scale_state(device, value=1024.0))
