@@ -60,6 +60,36 @@ def test_a_gradient_that_the_wire_cannot_hold_is_an_overflow(stage: int) -> None
         assert torch.equal(p, torch.zeros(3))
 
 
+def scaled_on_the_wire(rank: int, world: int, stage: int, value: float) -> Any:
+    """The last rank's gradient is `value`, the others' 1e-8."""
+    p = torch.nn.Parameter(torch.zeros(3))
+    opt = dynzero.ZeroOptimizer(
+        [("p", p)], torch.optim.SGD, lr=1.0, stage=stage, wire_dtype=torch.float16,
+        loss_scale=65536.0,
+    )  # fmt: skip
+    opt.backward((p * (value if rank == world - 1 else 1e-8)).sum())
+    mean = opt.full_grad(p)
+    opt.step()
+    return mean.tolist(), opt.last_step.overflow, p.tolist()
+
+
+@stages
+def test_the_loss_scale_carries_small_gradients_over_the_wire(stage: int) -> None:
+    """float16 has no 1e-8, but 65536 times that, to eleven bits."""
+    for mean, overflow, p in run_world(2, scaled_on_the_wire, stage, 1e-8):
+        assert overflow is None
+        assert mean == pytest.approx([1e-8] * 3, rel=2**-11)
+        assert p == pytest.approx([-1e-8] * 3, rel=2**-11)
+
+
+@stages
+def test_what_the_loss_scale_makes_too_large_for_the_wire_is_named(stage: int) -> None:
+    """65536 times 2.0 is more than float16 holds."""
+    for _, overflow, p in run_world(2, scaled_on_the_wire, stage, 2.0):
+        assert overflow == [("p", 1, "inf")]
+        assert p == [0.0] * 3
+
+
 def unchecked(rank: int, world: int, stage: int, fused: bool | None) -> Any:
     p = torch.nn.Parameter(torch.ones(3))
     opt = dynzero.ZeroOptimizer(
