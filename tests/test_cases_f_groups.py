@@ -45,21 +45,24 @@ class Schedulers(NamedTuple):
     plateau: lr_scheduler.ReduceLROnPlateau
 
     @staticmethod
-    def over(optimizer: torch.optim.Optimizer) -> Schedulers:
+    def over(optimizer: torch.optim.Optimizer, every: int) -> Schedulers:
         plateau = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-        return Schedulers(lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1), plateau)
+        return Schedulers(lr_scheduler.StepLR(optimizer, step_size=every, gamma=0.1), plateau)
 
     def advance(self, step: int) -> None:
         self.step.step()
         self.plateau.step(float([3, 2, 2, 1, 1][step]))
 
 
-def grow(rank: int, world: int, stage: int, fused: bool | None) -> tuple[Record, dict[str, Any]]:
+def grow(
+    rank: int, world: int, stage: int, fused: bool | None, every: int
+) -> tuple[Record, dict[str, Any]]:
+    """StepLR acts every so many steps."""
     model = seeded_heads().to(rank_device())
     opt = dynzero.ZeroOptimizer(
         trunk_of(model), torch.optim.SGD, stage=stage, fused=fused, bucket_bytes=64, **OPTIONS
     )
-    schedulers = Schedulers.over(opt)
+    schedulers = Schedulers.over(opt, every)
     record = Record([snapshot(model)], [], [], [], [])
     seen: dict[str, Any] = {}
     for step in range(STEPS):
@@ -78,10 +81,10 @@ def grow(rank: int, world: int, stage: int, fused: bool | None) -> tuple[Record,
     return record, seen
 
 
-def grown_oracle(world: int) -> Record:
+def grown_oracle(world: int, every: int) -> Record:
     model = seeded_heads()
     replica = Replica(model, trunk_of(model), torch.optim.SGD, OPTIONS, world=world)
-    schedulers = Schedulers.over(replica.optimizer)
+    schedulers = Schedulers.over(replica.optimizer, every)
     record = Record([snapshot(model)], [], [], [], [])
     for step in range(STEPS):
         if step == ADDED_AT:
@@ -98,11 +101,12 @@ def grown_oracle(world: int) -> Record:
 @stages
 @worlds(1, 2, 3)
 @pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("every", [1, 2])
 def test_case_28_groups_added_later(
-    world: int, backend: str, stage: int, fused: bool | None
+    world: int, backend: str, stage: int, fused: bool | None, every: int
 ) -> None:
-    results = run_world(world, grow, stage, fused, backend=backend)
-    expected = grown_oracle(world)
+    results = run_world(world, grow, stage, fused, every, backend=backend)
+    expected = grown_oracle(world, every)
     assert_ranks_agree([record for record, _ in results])
     for record, seen in results:
         assert record.lrs == expected.lrs, "rates are read from the visible groups at step time"
@@ -139,6 +143,43 @@ def test_absent_is_set_by_group(world: int, stage: int) -> None:
         assert_same_bits(end["a.weight"], start["a.weight"], "a.weight")
         assert_close(end["b.weight"], start["b.weight"] * 0.95, "b.weight decays")
         assert not torch.equal(end["trunk.weight"], start["trunk.weight"])
+
+
+def frozen_in_a_zero_group(
+    rank: int, world: int, stage: int, trains: bool
+) -> tuple[list[dict[str, Tensor]], list[str]]:
+    """Two steps: in the first the trunk trains, or nothing at all; in the second nothing does."""
+    model = seeded_heads()
+    model.b.requires_grad_(False)
+    if not trains:
+        model.requires_grad_(False)
+    opt = dynzero.ZeroOptimizer(
+        model.named_parameters(), torch.optim.AdamW, stage=stage, lr=0.1, weight_decay=0.5,
+        absent="zero",
+    )  # fmt: skip
+    seen = [snapshot(model)]
+    for step in range(2):
+        if trains and step == 0:
+            opt.backward(trunk_then_head(model, Turn(0, 0, rank, world)))
+        opt.step()
+        opt.zero_grad()
+        seen.append(snapshot(model))
+    return seen, sorted(state_by_name(opt.full_state_dict()))
+
+
+@stages
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_frozen_parameter_of_a_zero_group_stays(world: int, stage: int, trains: bool) -> None:
+    for seen, with_state in run_world(world, frozen_in_a_zero_group, stage, trains):
+        for step, after in enumerate(seen[1:]):
+            for name, value in seen[0].items():
+                if not trains or name.startswith("b."):
+                    assert_same_bits(after[name], value, f"step {step}, {name}")
+                else:
+                    assert not torch.equal(after[name], value), f"step {step}, {name}"
+        trained = ["a.bias", "a.weight", "trunk.bias", "trunk.weight"]
+        assert with_state == (trained if trains else [])
 
 
 def average_by_group(rank: int, world: int, stage: int) -> dict[str, Tensor]:
