@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from allocations import Allocations
 from models import two_heads
-from play import assert_close, assert_states_equal, stages
+from play import assert_close, assert_states_equal, stages, weigh
 from scenario import Parameters, Turn, snapshot, state_by_name
 from torch import Tensor, nn
 from world import LATE_SECONDS, check_words, message_of, run_world
@@ -108,38 +108,43 @@ def test_case_03_cleared_to_none_or_zero(
 
 
 def half_used(rank: int, world: int, stage: int) -> list[float]:
+    """Rank 0 has one batch, rank 1 two."""
     model = two_params()
     opt = sgd(model, stage=stage)
-    if rank == 0:
-        opt.backward(2.0 * model.a.sum())
-    opt.step()
+    for step in range(2):
+        if rank == 1 or step == 0:
+            opt.backward(model.a.sum())
+        opt.step()
+        opt.zero_grad()
     return values(model)
 
 
 @stages
 def test_case_11_step_without_backward_halves(stage: int) -> None:
-    assert run_world(2, half_used, stage) == [[0.0, 1.0]] * 2
+    assert run_world(2, half_used, stage) == [[1.0 - 1.0 - 0.5, 1.0]] * 2
 
 
-def last_rank_stops(rank: int, world: int, stage: int) -> tuple[str, float]:
+def one_rank_stops(rank: int, world: int, stage: int, stray: int) -> tuple[str, float]:
+    """It makes two steps and lives on, its optimizer too: the others only miss it."""
     model = two_params()
     opt = sgd(model, stage=stage, process_group=dist.new_group(timeout=SHORT))
-    for step in range(3):
-        if rank == world - 1 and step == 2:
-            return "", 0.0
-        start = time.monotonic()
-        if step < 2:
-            opt.backward(model.a.sum())
-            opt.step()
-            opt.zero_grad()
-    return message_of(RuntimeError, opt.step), time.monotonic() - start
+    for _ in range(2):
+        opt.backward(model.a.sum())
+        opt.step()
+        opt.zero_grad()
+    start = time.monotonic()
+    message = message_of(RuntimeError, opt.step) if rank != stray else ""
+    seconds = time.monotonic() - start
+    dist.barrier()
+    return message, seconds
 
 
 @stages
-@pytest.mark.parametrize("world", [2, 3])
-def test_case_11_a_rank_that_stops_is_named(world: int, stage: int) -> None:
-    for message, seconds in run_world(world, last_rank_stops, stage)[:-1]:
-        check_words(message, [f"rank(s) [{world - 1}]", "step()", "iteration 2", "join"])
+@pytest.mark.parametrize(("world", "stray"), [(2, 0), (3, 2)])
+def test_case_11_a_rank_that_stops_is_named(world: int, stray: int, stage: int) -> None:
+    results = run_world(world, one_rank_stops, stage, stray)
+    for message, seconds in results[:stray] + results[stray + 1 :]:
+        check_words(message, [f"rank(s) [{stray}]", "step()", "iteration 2", "join"])
         assert seconds < SHORT.total_seconds() + LATE_SECONDS
 
 
@@ -267,6 +272,36 @@ def test_unequal_numbers_of_backward_calls(stage: int, ask: str) -> None:
         assert answers == pytest.approx(asked, rel=1e-6)
 
 
+def kept_local(rank: int, world: int) -> tuple[list[float], dict[str, Any]]:
+    """Stage 2. Two backwards in no_sync(), which only this rank may notice, then one outside."""
+    model = two_params()
+    opt = sgd(model, stage=2)
+    sent = weigh(opt)
+    with opt.no_sync():
+        for factor in (2.0, 4.0):
+            opt.backward(factor * (rank + 1) * model.a.sum() + factor * model.b.sum())
+    grads = [None if p.grad is None else float(p.grad[0]) for p in model.parameters()]
+    seen = {"grads": grads, "used": opt._window.used, "sent": list(sent.reduced)}
+    opt.backward(8.0 * model.a.sum())  # which takes along what is there of a
+    seen["a left"] = model.a.grad is None
+    opt.step()
+    seen["sent later"] = sum(sent.reduced) > 0
+    return values(model), seen
+
+
+def test_no_sync_keeps_gradients_local() -> None:
+    """The means over two ranks: a 6 * 1.5 + 8, b 6."""
+    for rank, (got, seen) in enumerate(run_world(2, kept_local)):
+        assert seen == {
+            "grads": [6.0 * (rank + 1), 6.0],
+            "used": False,
+            "sent": [],
+            "a left": True,
+            "sent later": True,
+        }
+        assert got == [1.0 - 17.0, 1.0 - 6.0]
+
+
 def two_optimizers(rank: int, world: int, stage: int, order: str) -> list[float]:
     """One loss over both; the last rank has no backward in step 1. A user collective between."""
     left, right = two_params(), two_params()
@@ -311,11 +346,17 @@ def eight_params(dtype: torch.dtype) -> Parameters:
     return Parameters(**{f"p{i}": torch.ones(SIDE, dtype=dtype) for i in range(8)})
 
 
-def irregular_step(opt: dynzero.ZeroOptimizer, model: nn.Module, step: int, rank: int) -> None:
-    """Every fourth step overflows, on one rank; every other fourth trains half of the model."""
-    half = step % 4 == 1
-    used = [p for i, p in enumerate(model.parameters()) if not half or (i + step + rank) % 2]
-    inf = step % 4 == 3 and (step // 4 + rank) % 2 == 0
+def irregular_step(
+    opt: dynzero.ZeroOptimizer, model: nn.Module, step: int, rank: int, world: int
+) -> None:
+    """Every fourth step overflows, on one rank; every other fourth uses half of the model.
+
+    The ranks use the same half and different ones by turns.
+    """
+    turn = step // 4
+    half, shift = step % 4 == 1, turn // 2 + rank * (turn % 2)
+    used = [p for i, p in enumerate(model.parameters()) if not half or (i + shift) % 2]
+    inf = step % 4 == 3 and rank == turn % world
     opt.backward(sum(p[0] for p in used) * (float("inf") if inf else 1.0))
     opt.step()
     opt.zero_grad()
@@ -334,7 +375,7 @@ def leftovers(
         construction = allocated.most
         after = []
         for step in range(20):
-            irregular_step(opt, model, step, rank)
+            irregular_step(opt, model, step, rank, world)
             after.append(settled(allocated, kept + BUCKET // 8))
         watches = [weakref.ref(opt), weakref.ref(opt._window), weakref.ref(opt._shard)]
         del opt

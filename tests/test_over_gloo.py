@@ -38,7 +38,7 @@ CASES = {
     "given up": partial(given_up.test_all_clear_after_one_raised, 3, 2, 2, True),
     "given up by one": partial(given_up.test_ranks_without_gradients_need_not_clear, 3, 2),
     # Last, since it costs the pool of processes.
-    "dead": partial(rank_dies.test_a_dead_rank_is_named, 2, 0, "before step"),
+    "dead": partial(rank_dies.test_a_dead_rank_is_named, 2, 0, "before step", 1),
 }
 
 

@@ -39,8 +39,10 @@ class Deadly(Transport):
     all_to_all = die
 
 
-def train_until_one_dies(rank: int, world: int, stage: int, where: str) -> tuple[str, float] | None:
-    """In step 1 the last rank dies before its backward, before step(), or while data moves.
+def train_until_one_dies(
+    rank: int, world: int, stage: int, where: str, dies: int
+) -> tuple[str, float] | None:
+    """In step 1 the rank `dies` dies before its backward, before step(), or while data moves.
 
     The others' error, and the seconds from the begin of step 1 until it came.
     """
@@ -50,7 +52,7 @@ def train_until_one_dies(rank: int, world: int, stage: int, where: str) -> tuple
     opt = make(SCENARIO, model, stage=stage, process_group=group, gather=gather)
 
     def iterate(step: int) -> None:
-        mortal = step == 1 and rank == world - 1
+        mortal = step == 1 and rank == dies
         if mortal and where == "before backward":
             die()
         if mortal and where == "reduce":
@@ -77,23 +79,23 @@ def train_until_one_dies(rank: int, world: int, stage: int, where: str) -> tuple
 
 # A death costs the pool of processes, so not every combination.
 DEATHS = [
-    (2, 0, "before step"),
-    (2, 1, "gather"),
-    (3, 2, "before backward"),
-    (3, 2, "reduce"),
-    (2, 2, "values"),
+    (2, 0, "before step", 0),
+    (2, 1, "gather", 0),
+    (3, 2, "before backward", 2),
+    (3, 2, "reduce", 2),
+    (2, 2, "values", 1),
 ]
 
 
-@pytest.mark.parametrize(("world", "stage", "where"), DEATHS)
-def test_a_dead_rank_is_named(world: int, stage: int, where: str) -> None:
+@pytest.mark.parametrize(("world", "stage", "where", "dies"), DEATHS)
+def test_a_dead_rank_is_named(world: int, stage: int, where: str, dies: int) -> None:
     with pytest.raises(RankFailure) as failure:
-        run_world(world, train_until_one_dies, stage, where)
+        run_world(world, train_until_one_dies, stage, where, dies)
     assert not failure.value.errors, failure.value
     told = [result for result in failure.value.results if result is not None]
     assert len(told) == world - 1, failure.value
     for message, seconds in told:
-        check_words(message, [f"rank(s) [{world - 1}]", "iteration 1", "died"])
+        check_words(message, [f"rank(s) [{dies}]", "iteration 1", "died"])
         if "before" in where:  # noticed in an exchange, without waiting for the timeout
             assert "imed out" not in message and "no answer" not in message
         assert seconds < SHORT.total_seconds() + LATE_SECONDS
