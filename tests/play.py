@@ -8,7 +8,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-import torch.distributed as dist
+from gpus import needs_gpus
 from oracle import play_oracle
 from scenario import Record, Scenario, Turn, snapshot, state_by_name
 from torch import Tensor, nn
@@ -25,10 +25,10 @@ _ORACLE_OPTIONS = ("average", "absent", "max_grad_norm", "loss_scale")
 
 
 def worlds(*sizes: int) -> pytest.MarkDecorator:
-    """Runs a test with `world` gloo ranks, and with two NCCL ranks where there is a GPU."""
+    """Runs a test with `world` gloo ranks; with two NCCL ranks as well, if there may be two."""
     cases: list[Any] = [(size, "gloo") for size in sizes]
-    if 2 in sizes and dist.is_nccl_available() and torch.cuda.is_available():
-        cases.append(pytest.param(2, "nccl", marks=pytest.mark.cuda))
+    if 2 in sizes:
+        cases.append(pytest.param(2, "nccl", marks=[pytest.mark.cuda, needs_gpus(1)]))
     return pytest.mark.parametrize(("world", "backend"), cases)
 
 
