@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from allocations import Allocations
 from models import two_heads
-from play import assert_close, assert_states_equal, stages, weigh
+from play import assert_close, assert_states_equal, stages, weigh, worlds
 from scenario import Parameters, Turn, snapshot, state_by_name
 from torch import Tensor, nn
-from world import LATE_SECONDS, check_words, message_of, run_world
+from world import LATE_SECONDS, check_words, message_of, rank_device, run_world
 
 import dynzero
 
@@ -26,7 +26,7 @@ SHORT = datetime.timedelta(seconds=6)
 
 
 def two_params() -> Parameters:
-    return Parameters(a=torch.ones(5), b=torch.arange(1.0, 8.0))
+    return Parameters(a=torch.ones(5), b=torch.arange(1.0, 8.0)).to(rank_device())
 
 
 def adamw(model: nn.Module, **zero: Any) -> dynzero.ZeroOptimizer:
@@ -79,25 +79,25 @@ def cleared(
 
 
 def play_cleared(rank: int, world: int, stage: int, clear: dict[str, bool]) -> Any:
-    model = HEADS.model()
+    model = HEADS.model(rank_device())
     return cleared(adamw(model, stage=stage), model, [rank], world, clear)
 
 
 @stages
-@pytest.mark.parametrize("world", [1, 2, 3])
+@worlds(1, 2, 3)
 @pytest.mark.parametrize(
     ("clear", "steps_of_a"),
     [({}, 1), ({"set_to_none": True}, 1), ({"set_to_none": False}, 3)],
     ids=["default", "none", "zero"],
 )
 def test_case_03_cleared_to_none_or_zero(
-    world: int, stage: int, clear: dict[str, bool], steps_of_a: int
+    world: int, backend: str, stage: int, clear: dict[str, bool], steps_of_a: int
 ) -> None:
     model = HEADS.model()
     plain = torch.optim.AdamW(model.named_parameters(), lr=0.1, weight_decay=0.1)
     expected, expected_state = cleared(plain, model, list(range(world)), world, clear)
     counts = {"a": steps_of_a, "b": 2, "t": 3}
-    for params, state in run_world(world, play_cleared, stage, clear):
+    for params, state in run_world(world, play_cleared, stage, clear, backend=backend):
         assert {n: int(s["step"]) for n, s in state.items()} == {n: counts[n[0]] for n in expected}
         for name, value in expected.items():
             assert_close(params[name], value, name)
@@ -120,8 +120,9 @@ def half_used(rank: int, world: int, stage: int) -> list[float]:
 
 
 @stages
-def test_case_11_step_without_backward_halves(stage: int) -> None:
-    assert run_world(2, half_used, stage) == [[1.0 - 1.0 - 0.5, 1.0]] * 2
+@worlds(2)
+def test_case_11_step_without_backward_halves(world: int, backend: str, stage: int) -> None:
+    assert run_world(world, half_used, stage, backend=backend) == [[1.0 - 1.0 - 0.5, 1.0]] * 2
 
 
 def one_rank_stops(rank: int, world: int, stage: int, stray: int) -> tuple[str, float]:
@@ -140,9 +141,10 @@ def one_rank_stops(rank: int, world: int, stage: int, stray: int) -> tuple[str, 
 
 
 @stages
-@pytest.mark.parametrize(("world", "stray"), [(2, 0), (3, 2)])
-def test_case_11_a_rank_that_stops_is_named(world: int, stray: int, stage: int) -> None:
-    results = run_world(world, one_rank_stops, stage, stray)
+@worlds(2, 3)
+def test_case_11_a_rank_that_stops_is_named(world: int, backend: str, stage: int) -> None:
+    stray = 0 if world == 2 else world - 1
+    results = run_world(world, one_rank_stops, stage, stray, backend=backend)
     for message, seconds in results[:stray] + results[stray + 1 :]:
         check_words(message, [f"rank(s) [{stray}]", "step()", "iteration 2", "join"])
         assert seconds < SHORT.total_seconds() + LATE_SECONDS
@@ -162,10 +164,11 @@ def uneven(rank: int, world: int, stage: int) -> tuple[list[float], list[float]]
 
 
 @stages
-def test_case_11_join_with_uneven_data(stage: int) -> None:
+@worlds(2, 3)
+def test_case_11_join_with_uneven_data(world: int, backend: str, stage: int) -> None:
     """Rank r has 1 + 2 r batches with the averaged gradient r + 1."""
-    sums = [1 + 2 + 3, 2 + 3, 2 + 3, 3, 3]
-    for rank, (got, norms) in enumerate(run_world(3, uneven, stage)):
+    sums = {2: [1 + 2, 2, 2], 3: [1 + 2 + 3, 2 + 3, 2 + 3, 3, 3]}[world]
+    for rank, (got, norms) in enumerate(run_world(world, uneven, stage, backend=backend)):
         assert got == [1.0 - sum(sums), 1.0]
         expected = [total * 5**0.5 for total in sums[: 1 + 2 * rank]]
         assert norms == pytest.approx(expected, rel=1e-6)
@@ -192,15 +195,18 @@ def one_raises(rank: int, world: int, stage: int, micros: int) -> dict[str, Any]
         except RuntimeError as error:
             errors.append((step, str(error)))
         opt.zero_grad()
-        seen.append([p.detach().clone() for p in model.parameters()])
+        seen.append([p.detach().cpu().clone() for p in model.parameters()])
     return {"seen": seen, "errors": errors}
 
 
 @stages
+@worlds(2)
 @pytest.mark.parametrize("micros", [1, 2])
-def test_case_12_one_rank_raises_in_backward(stage: int, micros: int) -> None:
+def test_case_12_one_rank_raises_in_backward(
+    world: int, backend: str, stage: int, micros: int
+) -> None:
     """Step 1 is an error on both ranks and changes nothing; all others are whole."""
-    results = run_world(2, one_raises, stage, micros)
+    results = run_world(world, one_raises, stage, micros, backend=backend)
     for result in results:
         ((step, text),) = result["errors"]
         assert step == 1
@@ -289,9 +295,10 @@ def kept_local(rank: int, world: int) -> tuple[list[float], dict[str, Any]]:
     return values(model), seen
 
 
-def test_no_sync_keeps_gradients_local() -> None:
+@worlds(2)
+def test_no_sync_keeps_gradients_local(world: int, backend: str) -> None:
     """The means over two ranks: a 6 * 1.5 + 8, b 6."""
-    for rank, (got, seen) in enumerate(run_world(2, kept_local)):
+    for rank, (got, seen) in enumerate(run_world(world, kept_local, backend=backend)):
         assert seen == {
             "grads": [6.0 * (rank + 1), 6.0],
             "used": False,

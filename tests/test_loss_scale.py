@@ -22,7 +22,7 @@ SCALE = dynzero.LossScale(init=16, minimum=2, hysteresis=2, window=3, on_minimum
 
 
 def model_ab() -> Parameters:
-    return Parameters(a=torch.ones(4), b=torch.ones(3))
+    return Parameters(a=torch.ones(4), b=torch.ones(3)).to(rank_device())
 
 
 def factor(overflow: bool) -> float:
@@ -55,9 +55,9 @@ def scales(rank: int, world: int, stage: int, scale: Any, pattern: str) -> dict[
 
 
 @stages
-@pytest.mark.parametrize("world", [1, 2])
-def test_case_20_scale_at_its_minimum_and_hysteresis(world: int, stage: int) -> None:
-    for result in run_world(world, scales, stage, SCALE, PATTERN):
+@worlds(1, 2)
+def test_case_20_scale_at_its_minimum_and_hysteresis(world: int, backend: str, stage: int) -> None:
+    for result in run_world(world, scales, stage, SCALE, PATTERN, backend=backend):
         assert result["scale"] == SCALES
         assert result["used"] == [16, *SCALES[:-1]], "last_step tells what the gradients carried"
         assert result["kept"], "a skipped step changes nothing, a good one does"
@@ -67,28 +67,30 @@ def test_case_20_scale_at_its_minimum_and_hysteresis(world: int, stage: int) -> 
 
 
 @stages
-@pytest.mark.parametrize("world", [1, 2])
-def test_case_20_a_good_step_does_not_restore_hysteresis(world: int, stage: int) -> None:
-    for result in run_world(world, scales, stage, SCALE, "O.O.O.O"):
+@worlds(1, 2)
+def test_case_20_a_good_step_does_not_restore_hysteresis(
+    world: int, backend: str, stage: int
+) -> None:
+    for result in run_world(world, scales, stage, SCALE, "O.O.O.O", backend=backend):
         assert result["scale"] == [16, 16, 8, 8, 4, 4, 2]
 
 
 @stages
-@pytest.mark.parametrize("world", [1, 2])
-def test_other_factors_than_two_and_one_half(world: int, stage: int) -> None:
+@worlds(1, 2)
+def test_other_factors_than_two_and_one_half(world: int, backend: str, stage: int) -> None:
     scale = dynzero.LossScale(init=16, growth=4, backoff=0.25, minimum=2, window=2)
-    for result in run_world(world, scales, stage, scale, "..OOO.."):
+    for result in run_world(world, scales, stage, scale, "..OOO..", backend=backend):
         assert result["scale"] == [16, 64, 16, 4, 2, 2, 8]
         assert result["used"] == [16, 16, 64, 16, 4, 2, 2]
         assert result["kept"]
 
 
 @stages
-@pytest.mark.parametrize("world", [1, 2])
-def test_case_20_raises_at_its_minimum(world: int, stage: int) -> None:
+@worlds(1, 2)
+def test_case_20_raises_at_its_minimum(world: int, backend: str, stage: int) -> None:
     """The tenth step overflows at the minimum, so the eleventh says so."""
     scale = dataclasses.replace(SCALE, on_minimum="raise")
-    results = run_world(world, scales, stage, scale, PATTERN)
+    results = run_world(world, scales, stage, scale, PATTERN, backend=backend)
     for result in results:
         assert result["scale"] == SCALES[:10]
         assert result["error"] == results[0]["error"]
@@ -96,10 +98,10 @@ def test_case_20_raises_at_its_minimum(world: int, stage: int) -> None:
 
 
 @stages
-@pytest.mark.parametrize("world", [1, 2])
-def test_case_20_one_more_overflow_raises_everywhere(world: int, stage: int) -> None:
+@worlds(1, 2)
+def test_case_20_one_more_overflow_raises_everywhere(world: int, backend: str, stage: int) -> None:
     scale = dynzero.LossScale(init=4, minimum=2)
-    results = run_world(world, scales, stage, scale, "OOOO.")
+    results = run_world(world, scales, stage, scale, "OOOO.", backend=backend)
     assert len({result["error"] for result in results}) == 1
     assert "minimum of 2" in results[0]["error"]
     assert results[0]["scale"] == [2, 2]
@@ -114,7 +116,7 @@ SKIPPED = {
 def two_overflows(
     rank: int, world: int, stage: int, which: str, dtype: torch.dtype
 ) -> dict[str, Any]:
-    p = torch.nn.Parameter(torch.ones(5, dtype=dtype))
+    p = torch.nn.Parameter(torch.ones(5, dtype=dtype, device=rank_device()))
     cls, options = SKIPPED[which]
     opt = dynzero.ZeroOptimizer([("p", p)], cls, stage=stage, **options)
     scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
@@ -124,7 +126,7 @@ def two_overflows(
             values = (1.0, math.inf, math.nan, 1.0) if rank == 0 else (1.0,) * 4
             opt.backward((p * values[step]).sum())
             opt.step()
-            seen.append((p.detach().clone(), state_by_name(opt.full_state_dict())))
+            seen.append((p.detach().cpu().clone(), state_by_name(opt.full_state_dict())))
             if opt.last_step.stepped:
                 scheduler.step()
             opt.zero_grad()
@@ -138,11 +140,11 @@ def two_overflows(
 
 
 @stages
-@pytest.mark.parametrize("world", [1, 2])
+@worlds(1, 2)
 @pytest.mark.parametrize("which", SKIPPED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_case_21_a_skipped_step_nobody_sees(
-    world: int, stage: int, which: str, dtype: torch.dtype
+    world: int, backend: str, stage: int, which: str, dtype: torch.dtype
 ) -> None:
     expected = torch.nn.Parameter(torch.ones(5))
     cls, options = SKIPPED[which]
@@ -151,7 +153,7 @@ def test_case_21_a_skipped_step_nobody_sees(
         plain.param_groups[0]["lr"] = lr
         expected.grad = torch.ones(5)
         plain.step()
-    for result in run_world(world, two_overflows, stage, which, dtype):
+    for result in run_world(world, two_overflows, stage, which, dtype, backend=backend):
         assert result["counters"] == {"taken": 2, "skipped": 2}
         assert result["lr"] == 0.125
         (start, state), *skipped, (end, _) = result["seen"]
@@ -198,12 +200,14 @@ def resume_twice(
 
 
 @stages
-@pytest.mark.parametrize("world", [1, 2])
+@worlds(1, 2)
 @pytest.mark.parametrize("form", ["state_dict", "full_state_dict"])
-def test_case_22_scaler_state_is_equal_and_saved(world: int, stage: int, form: str) -> None:
+def test_case_22_scaler_state_is_equal_and_saved(
+    world: int, backend: str, stage: int, form: str
+) -> None:
     """The second overflow finds no hysteresis left, as without the loads."""
     taken, skipped = [1, 2, 3, 3, 3, 4], [0, 0, 0, 1, 2, 2]
-    for scales, counters in run_world(world, resume_twice, stage, form):
+    for scales, counters in run_world(world, resume_twice, stage, form, backend=backend):
         assert scales == [8, 8, 16, 16, 8, 8]
         assert [c["taken"] for c in counters] == taken
         assert [c["skipped"] for c in counters] == skipped
@@ -256,9 +260,10 @@ def test_case_23_averaging_in_fp16_while_backward_runs(
 
 
 def amp_loop(rank: int, world: int, stage: int) -> dict[str, Any]:
+    device = rank_device()
     model = model_ab()
     opt = dynzero.ZeroOptimizer(model.named_parameters(), torch.optim.SGD, lr=0.5, stage=stage)
-    scaler = dynzero.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    scaler = dynzero.GradScaler(device.type, init_scale=8.0, growth_interval=2)
     norms, scale = [], []
     for step in range(4):
         bad = step == 1 and rank == world - 1
@@ -270,26 +275,26 @@ def amp_loop(rank: int, world: int, stage: int) -> dict[str, Any]:
         scaler.update()
         opt.zero_grad()
         scale.append(scaler.get_scale())
-    return {"norms": norms, "scale": scale, "a": model.a.detach(), "b": model.b.detach()}
+    return {"norms": norms, "scale": scale, "a": model.a.tolist(), "b": model.b.tolist()}
 
 
 @stages
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_grad_scaler_agrees_across_ranks(world: int, stage: int) -> None:
+@worlds(1, 2, 3)
+def test_grad_scaler_agrees_across_ranks(world: int, backend: str, stage: int) -> None:
     mean = (world + 1) / 2
     norm = (4 * mean**2 + 3) ** 0.5
     clip = min(1.0, 1.0 / (norm + 1e-6))
-    for result in run_world(world, amp_loop, stage):
+    for result in run_world(world, amp_loop, stage, backend=backend):
         assert result["scale"] == [8, 4, 4, 8]
         assert [result["norms"][i] for i in (0, 2, 3)] == pytest.approx([norm] * 3, rel=1e-6)
-        assert result["a"].tolist() == pytest.approx([1 - 3 * 0.5 * mean * clip] * 4, rel=1e-5)
-        assert result["b"].tolist() == pytest.approx([1 - 3 * 0.5 * clip] * 3, rel=1e-5)
+        assert result["a"] == pytest.approx([1 - 3 * 0.5 * mean * clip] * 4, rel=1e-5)
+        assert result["b"] == pytest.approx([1 - 3 * 0.5 * clip] * 3, rel=1e-5)
 
 
 def late_inf(rank: int, world: int, stage: int, how: str) -> dict[str, Any]:
     """In step 1 the last rank gets an inf or nan in `b` after unscale_, in step 2 before it."""
     device = rank_device()
-    model = model_ab().to(device)
+    model = model_ab()
     opt = dynzero.ZeroOptimizer(model.named_parameters(), torch.optim.AdamW, lr=0.1, stage=stage)
     scaler = dynzero.GradScaler(device.type, init_scale=8.0, growth_interval=2)
     scale, stepped, params, states = [], [], [], []

@@ -30,13 +30,13 @@ def over_gloo(rank: int, world: int, fn: Callable[..., Any], *args: Any) -> Any:
 
 
 CASES = {
-    "joined": partial(h_rounds.test_case_11_join_with_uneven_data, 2),
+    "joined": partial(h_rounds.test_case_11_join_with_uneven_data, 3, "gloo", 2),
     "discarded while joined": partial(join.test_joined_rank_follows_a_discarded_window, 2),
-    "out of step": partial(h_rounds.test_case_12_one_rank_raises_in_backward, 2, 2),
+    "out of step": partial(h_rounds.test_case_12_one_rank_raises_in_backward, 2, "gloo", 2, 2),
     "uneven rounds": partial(h_rounds.test_unequal_numbers_of_backward_calls, 2, "grad_norm"),
     "two optimizers": partial(h_rounds.test_two_optimizers_and_a_collective_between, 3, 2, "rl"),
-    "given up": partial(given_up.test_all_clear_after_one_raised, 3, 2, 2, True),
-    "given up by one": partial(given_up.test_ranks_without_gradients_need_not_clear, 3, 2),
+    "given up": partial(given_up.test_all_clear_after_one_raised, 3, "gloo", 2, 2, True),
+    "given up by one": partial(given_up.test_ranks_without_gradients_need_not_clear, 3, "gloo", 2),
     # Last, since it costs the pool of processes.
     "dead": partial(rank_dies.test_a_dead_rank_is_named, 2, 0, "before step", 1),
 }
