@@ -273,7 +273,7 @@ def is_number(opt: ZeroOptimizer, i: int, key: str, value: Any) -> bool:
         known = opt._state_keys[key]
         return not (isinstance(known, Tensor) and known.dim() > 0)
     bare = isinstance(value, Tensor) and value.dim() == 0 and opt._params[i].dim() > 0
-    return key in NUMBERS or (bare and key != "master")
+    return key in NUMBERS or (bare and key not in ("master", *OPTIONAL))
 
 
 def number_of(opt: ZeroOptimizer, i: int, key: str, value: Any) -> Any:

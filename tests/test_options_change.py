@@ -8,7 +8,7 @@ import pytest
 import torch
 from play import stages
 from scenario import Parameters, weighted
-from world import run_world
+from world import check_words, message_of, run_world
 
 import dynzero
 
@@ -83,6 +83,13 @@ def test_a_buffer_outlives_momentum_0(
                     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
             for name, p in reference.named_parameters():
                 torch.testing.assert_close(model.get_parameter(name), p, rtol=1e-6, atol=1e-6)
+
+
+def test_a_number_is_no_buffer() -> None:
+    saved = plain([0.9])[1].state_dict()
+    saved["state"][0]["momentum_buffer"] = torch.zeros(())
+    text = message_of(ValueError, build(model_ab(), 0.0).load_state_dict, saved)
+    check_words(text, ["momentum_buffer", "expected shape (5,)", "got ()"])
 
 
 @pytest.mark.parametrize("fused", [None, False])
