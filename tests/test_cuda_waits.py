@@ -29,7 +29,11 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": ADAMW,
     "momentum": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}),
     "lion": (dynzero.Lion, {"lr": 1e-3}),
-    "torch class": (ADAMW[0], ADAMW[1] | {"fused": False, "check_finite": False}),
+    # A dynamic scale needs the check, after which torch's class has to wait for its outcome.
+    "torch class": (
+        ADAMW[0],
+        ADAMW[1] | {"fused": False, "check_finite": False, "loss_scale": 8.0},
+    ),
 }
 
 
@@ -63,10 +67,10 @@ def build(stage: int, kind: str) -> tuple[nn.Module, dynzero.ZeroOptimizer]:
     groups: list[dict[str, Any]] = [{"params": model[name].parameters()} for name in "abcd"]
     if kind == "momentum":
         groups[1]["momentum"] = 0.0  # so that each step is a first one for this group
+    options = {"loss_scale": dynzero.LossScale(init=8.0), **options}
     opt = dynzero.ZeroOptimizer(
-        groups, cls, stage=stage, max_grad_norm=1.0, bucket_bytes=100_000,
-        loss_scale=dynzero.LossScale(init=8.0), **options,
-    )  # fmt: skip
+        groups, cls, stage=stage, max_grad_norm=1.0, bucket_bytes=100_000, **options
+    )
     return model, opt
 
 
