@@ -29,7 +29,6 @@ from .ops import HYPER_COLUMNS, STATE_POINTERS
 from .optimizer import ZeroOptimizer
 from .plan import Plan, make_plan
 from .shard import ALIGN
-from .state import NUMBERS
 from .transports.collective import IN_FLIGHT
 
 ROWS = (
@@ -212,9 +211,10 @@ def state_bytes(
     total = 0
     for g, group in enumerate(groups):
         options = plain_numbers({k: v for k, v in group.items() if k in accepted})
-        keys = [key for key in check_elementwise(cls, options) if key not in NUMBERS]
+        state = check_elementwise(cls, options).values()
+        pieces = [value for value in state if isinstance(value, Tensor) and value.dim() > 0]
         members = [i for i in setup.indices if setup.layout.group[i] == g]
-        total += len(keys) * setup.shard_bytes(setup.own, members)
+        total += len(pieces) * setup.shard_bytes(setup.own, members)
     return total
 
 

@@ -162,3 +162,10 @@ def test_state_that_is_not_by_element_is_refused(kind: str) -> None:
 
 def test_numbers_in_a_list_are_no_reason_to_refuse() -> None:
     dynzero.ZeroOptimizer(model_ab().named_parameters(), Odd, extra="few")
+
+
+def test_numbers_take_no_memory() -> None:
+    """Of Numbers' five entries one has a value for each element."""
+    params = [torch.nn.Parameter(torch.empty(n, device="meta")) for n in (1000, 24)]
+    estimate = dynzero.estimate_memory(params, 1, 1, Numbers, lr=0.1)
+    assert estimate.moments == 4 * (1000 + 24)
