@@ -17,6 +17,7 @@ from .fused import MEMBERS, FusedSpec, check_elementwise, fused_spec
 from .layout import WIRE_DTYPES, Layout, build_layout, memory_order
 from .loss_scale import LossScale, parse_loss_scale
 from .reduced import Reader
+from .rounds import supersede
 from .shard import FusedShard, Shard, TorchShard
 from .transports.collective import Collective, as_bytes
 from .transports.control import Control
@@ -444,6 +445,7 @@ def commit_group(
     opt._window.grow(layout)
     opt._shard.grow(layout)
     opt._shard.staged = opt._reader.staged
+    supersede(new)
     if opt._rounds is not None:
         opt._rounds.watch(new)
     if opt._arrivals is not None:

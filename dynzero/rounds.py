@@ -64,7 +64,7 @@ class Failed(Later):
     zero_grad() discards them, they are announced again with the gradients that they still hold."""
 
     def __init__(self, error: Exception) -> None:
-        self.error = error
+        self.error, self.raised = error, False
 
 
 class Pass(Local):
@@ -134,7 +134,6 @@ class Rounds:
         self._queue: deque[Iterator[Waitable]] = deque()
         self._waits_for: Waitable | None = None
         self._current: Pass | None = None
-        self._failed = False  # the first in the queue, which then comes again
         self._driving = threading.Lock()  # held by whoever pushes rounds on
         self._failure: BaseException | None = None  # of the thread, for the next call here
         self.superseded = False
@@ -173,13 +172,8 @@ class Rounds:
         self._watch.paused = value
 
     def watch(self, params: list[Tensor]) -> None:
-        """Add hooks, also on parameters that are frozen now and may train later.
-
-        A gradient can be taken by one optimizer only: the newest over a parameter supersedes the
-        others, which say so when they are next used.
-        """
+        """Add hooks, also on parameters that are frozen now and may train later."""
         me = weakref.ref(self)
-        supersede(params)
         for p, hook in zip(params, self._watch.add(params), strict=True):
             WATCHERS[p] = me
             self._handles.append(hook_gradient(p, hook))
@@ -224,12 +218,12 @@ class Rounds:
 
     def drop_failed(self) -> None:
         """Drop the rounds, if all ranks have agreed that the first one cannot be."""
-        if self._failed or isinstance(self._waits_for, Failed):
+        if isinstance(self._waits_for, Failed):
             self._drop()
 
     def _drop(self) -> None:
         self._queue.clear()
-        self._waits_for, self._failed = None, False
+        self._waits_for = None
 
     def push(self, work: Iterator[Waitable]) -> None:
         """Queue `work` and start it if its turn has come; waits for nobody."""
@@ -286,16 +280,16 @@ class Rounds:
         return True
 
     def _next(self) -> None:
-        waited_for, self._waits_for = self._waits_for, None
-        if isinstance(waited_for, Failed):
-            self._failed = True
-            raise waited_for.error
-        self._failed = False
+        failed = self._waits_for
+        if isinstance(failed, Failed) and not failed.raised:
+            failed.raised = True
+            raise failed.error
         with self._on_stream():
             try:
                 self._waits_for = next(self._queue[0])
             except StopIteration:
                 self._queue.popleft()
+                self._waits_for = None
             except BaseException:
                 self._drop()
                 self._current = None
@@ -339,7 +333,9 @@ class Rounds:
 
 
 def supersede(params: list[Tensor]) -> None:
-    """Another optimizer takes these parameters over: their gradients stay in `p.grad`."""
+    """Another optimizer takes these parameters over: a gradient can be taken by one only, and the
+    newest over a parameter gets it. The others say so when they are next used.
+    """
     for p in params:
         predecessor = WATCHERS[p]() if p in WATCHERS else None
         if predecessor is not None:
