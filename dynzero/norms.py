@@ -130,19 +130,15 @@ def unscale(
     brings 0 and takes the others'.
     """
     found = torch.zeros((), dtype=torch.float32, device=opt._device)
-    grads = local_values(opt)
     if opt._rounds is not None:
         reduction.reduce(opt, local, agreed)
-        grads = opt._window.buffers
         found += (opt._window.nonfinite != 0).any()
-    for grad in grads if opt._rounds is None else []:
-        found += (~torch.isfinite(grad)).any()
+    else:
+        for grad in local_values(opt):
+            found += (~torch.isfinite(grad)).any()
     rows = torch.stack([found, inverse.to(opt._device, torch.float32)]).unsqueeze(0)
     if opt._mover is not None:
         rows = opt._mover.gather_rows(rows[0])
     found, factor = rows.amax(0)
-    for grad in grads:
-        grad.mul_(factor)
-    if opt._rounds is not None:
-        opt._window.sumsq.mul_(factor.double().square())
+    multiply(opt, factor)
     return found, rows[:, 1]
