@@ -8,16 +8,6 @@
 
 #include "segments.h"
 
-#if defined(__CUDACC__)
-#define DYNZERO_HD __host__ __device__ __forceinline__
-#elif defined(__GNUC__)
-// Forced: GCC inlines an ordinary function into a target_clones one only when both are compiled
-// for the same architecture, and the CPU loops would not vectorise.
-#define DYNZERO_HD inline __attribute__((always_inline))
-#else
-#define DYNZERO_HD inline
-#endif
-
 namespace dynzero {
 
 // Bits kInf / kNan of one value. x - x is NaN exactly for inf and NaN, and needs no library call.

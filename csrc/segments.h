@@ -7,6 +7,16 @@
 
 #include <cstdint>
 
+#if defined(__CUDACC__)
+#define DYNZERO_HD __host__ __device__ __forceinline__
+#elif defined(__GNUC__)
+// Forced: GCC inlines an ordinary function into a target_clones one only when both are compiled
+// for the same architecture, and the CPU loops would not vectorise.
+#define DYNZERO_HD inline __attribute__((always_inline))
+#else
+#define DYNZERO_HD inline
+#endif
+
 namespace dynzero {
 
 // Elements per chunk. Sums of squares are formed per chunk first: changing it changes their bits.
@@ -34,22 +44,16 @@ constexpr int64_t kRowColumns = sizeof(Row) / sizeof(int64_t);
 // parameter (world * piece elements), own chunks cover own_numel elements.
 constexpr int kChunkBits = 21;
 
-#if defined(__CUDACC__)
-#define DYNZERO_CHUNK_HD __host__ __device__
-#else
-#define DYNZERO_CHUNK_HD
-#endif
 struct Chunk {
   int64_t packed;
 
-  DYNZERO_CHUNK_HD int64_t row() const { return packed >> (2 * kChunkBits); }
-  DYNZERO_CHUNK_HD int64_t param() const { return packed >> kChunkBits & kField; }
-  DYNZERO_CHUNK_HD int64_t start() const { return (packed & kField) * kChunk; }
+  DYNZERO_HD int64_t row() const { return packed >> (2 * kChunkBits); }
+  DYNZERO_HD int64_t param() const { return packed >> kChunkBits & kField; }
+  DYNZERO_HD int64_t start() const { return (packed & kField) * kChunk; }
 
  private:
   static constexpr int64_t kField = (int64_t{1} << kChunkBits) - 1;
 };
-#undef DYNZERO_CHUNK_HD
 
 // Bits of the per-parameter non-finite flags.
 constexpr int32_t kInf = 1;
