@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from play import Lines, stages
+from play import Lines, stages, worlds
 from scenario import Parameters
-from world import run_world
+from world import rank_device, run_world
 
 import dynzero
 
 
 def make(stage: int, **options: Any) -> tuple[Parameters, dynzero.ZeroOptimizer]:
-    model = Parameters(a=torch.ones(5), b=torch.ones(3))
+    device = rank_device()
+    model = Parameters(a=torch.ones(5, device=device), b=torch.ones(3, device=device))
     params = model.named_parameters()
     return model, dynzero.ZeroOptimizer(params, torch.optim.SGD, lr=1.0, stage=stage, **options)
 
@@ -33,7 +34,7 @@ def amp_step(
 def left_with_inf(rank: int, world: int, stage: int, unscale: bool) -> tuple[float, float]:
     """Rank 1 overflows in its only step, and keeps that gradient."""
     model, opt = make(stage)
-    scaler = dynzero.GradScaler("cpu", init_scale=4.0)
+    scaler = dynzero.GradScaler(rank_device().type, init_scale=4.0)
     with opt.join():
         for step in range(5 if rank == 0 else 1):
             opt.zero_grad()
@@ -42,16 +43,19 @@ def left_with_inf(rank: int, world: int, stage: int, unscale: bool) -> tuple[flo
     return model.a[0].item(), scaler.get_scale()
 
 
+@worlds(2)
 @stages
 @pytest.mark.parametrize("unscale", [False, True])
-def test_an_overflow_does_not_outlive_its_step(stage: int, unscale: bool) -> None:
+def test_an_overflow_does_not_outlive_its_step(
+    world: int, backend: str, stage: int, unscale: bool
+) -> None:
     # One step skipped; then four with a gradient of 0.25 on one rank of two.
-    assert run_world(2, left_with_inf, stage, unscale) == [(0.5, 2.0)] * 2
+    assert run_world(world, left_with_inf, stage, unscale, backend=backend) == [(0.5, 2.0)] * 2
 
 
 def three_epochs(rank: int, world: int, stage: int, batches: list[int]) -> list[Any]:
     model, opt = make(stage)
-    scaler = dynzero.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+    scaler = dynzero.GradScaler(rank_device().type, init_scale=4.0, growth_interval=3)
     seen = []
     for epoch in range(3):
         with opt.join():
@@ -80,13 +84,18 @@ def one_scaler(steps: int) -> list[Any]:
     return seen
 
 
+@worlds(2)
 @stages
 @pytest.mark.parametrize("batches", [[2, 4], [4, 1], [3, 3], [2, 4, 1]])
-def test_all_ranks_have_the_same_scaler_after_join(stage: int, batches: list[int]) -> None:
-    world, steps = len(batches), max(batches)
+def test_all_ranks_have_the_same_scaler_after_join(
+    world: int, backend: str, stage: int, batches: list[int]
+) -> None:
+    if backend == "gloo":
+        world = len(batches)
+    batches, steps = batches[:world], max(batches[:world])
     sums = [0.25 * sum(n > step for n in batches) / world for step in range(steps)]
     expected = 1 - (3 * sum(sums) - sums[-1])
-    for seen, a in run_world(world, three_epochs, stage, batches):
+    for seen, a in run_world(world, three_epochs, stage, batches, backend=backend):
         assert seen == one_scaler(steps)
         assert a == pytest.approx(expected, abs=1e-6)
 
@@ -96,7 +105,7 @@ def skipped_by_scaler(
 ) -> list[Any]:
     """The last rank overflows in the second of five steps. Stage 2 never calls zero_grad()."""
     model, opt = make(stage, check_finite=check_finite, fused=fused)
-    scaler = dynzero.GradScaler("cpu", init_scale=4.0)
+    scaler = dynzero.GradScaler(rank_device().type, init_scale=4.0)
     seen: list[Any] = []
     with Lines() as log:
         for step in range(5):
@@ -110,15 +119,17 @@ def skipped_by_scaler(
     return [seen, counters, log.lines, model.a[0].item()]
 
 
+@worlds(1, 2)
 @stages
-@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("check_finite", [True, False])
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_skip_of_the_scaler_is_named_and_counted(
-    stage: int, world: int, check_finite: bool, fused: bool
+    world: int, backend: str, stage: int, check_finite: bool, fused: bool
 ) -> None:
     where = [("a", world - 1, "inf")]
-    for seen, counters, lines, a in run_world(world, skipped_by_scaler, stage, check_finite, fused):
+    options = check_finite, fused
+    results = run_world(world, skipped_by_scaler, stage, *options, backend=backend)
+    for seen, counters, lines, a in results:
         expected = [(i, True, None, 2.0) for i in range(5)]
         expected[:2] = [(0, True, None, 4.0), (1, False, where, 2.0)]
         assert seen == expected

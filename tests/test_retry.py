@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from play import stages
+from play import stages, worlds
 from scenario import Parameters
-from world import message_of, run_world
+from world import message_of, rank_device, run_world
 
 import dynzero
 
 
 def make(stage: int, **options: Any) -> tuple[Parameters, dynzero.ZeroOptimizer]:
-    model = Parameters(a=torch.ones(5), b=torch.ones(3))
+    device = rank_device()
+    model = Parameters(a=torch.ones(5, device=device), b=torch.ones(3, device=device))
     cls = torch.optim.SGD
     return model, dynzero.ZeroOptimizer(
         model.named_parameters(), cls, lr=1.0, stage=stage, **options
@@ -36,18 +37,22 @@ def repaired(rank: int, world: int, stage: int, option: str, rounds: int) -> lis
     errors = [message_of(ValueError, opt.step) for _ in range(2)]
     group[option] = good
     opt.step()
-    moved = [1 - model.a.detach()]
+    moved = [1 - model.a.detach().cpu()]
     opt.zero_grad()
     opt.backward(model.a.sum())
     opt.step()
-    return [errors, opt.counters, *moved, 1 - model.a.detach()]
+    return [errors, opt.counters, *moved, 1 - model.a.detach().cpu()]
 
 
+@worlds(2)
 @stages
 @pytest.mark.parametrize("option", ["lr", "absent"])
 @pytest.mark.parametrize("rounds", [1, 3])
-def test_a_step_can_be_made_again(stage: int, option: str, rounds: int) -> None:
-    for errors, counters, first, second in run_world(2, repaired, stage, option, rounds):
+def test_a_step_can_be_made_again(
+    world: int, backend: str, stage: int, option: str, rounds: int
+) -> None:
+    results = run_world(world, repaired, stage, option, rounds, backend=backend)
+    for errors, counters, first, second in results:
         assert all(option in error and "rank 1" in error for error in errors)
         assert counters == {"taken": 2, "skipped": 0}
         # The mean of gradients 1 and 2 in each round.
@@ -65,12 +70,13 @@ def trained_on(rank: int, world: int, stage: int) -> list[torch.Tensor]:
     opt.param_groups[0]["lr"] = 1.0
     opt.backward(2 * model.a.sum())
     opt.step()
-    return [1 - model.a.detach(), 1 - model.b.detach()]
+    return [1 - model.a.detach().cpu(), 1 - model.b.detach().cpu()]
 
 
+@worlds(2)
 @stages
-def test_later_backward_passes_are_added(stage: int) -> None:
-    for a, b in run_world(2, trained_on, stage):
+def test_later_backward_passes_are_added(world: int, backend: str, stage: int) -> None:
+    for a, b in run_world(world, trained_on, stage, backend=backend):
         assert torch.equal(a, torch.full((5,), 3.0)) and torch.equal(b, torch.ones(3))
 
 
@@ -83,12 +89,13 @@ def discarded(rank: int, world: int, stage: int) -> list[Any]:
     opt.zero_grad()
     opt.backward(model.b.sum())
     opt.step()
-    return [opt.last_step.active, model.a.detach(), model.b.detach()]
+    return [opt.last_step.active, model.a.detach().cpu(), model.b.detach().cpu()]
 
 
+@worlds(2)
 @stages
-def test_zero_grad_discards_what_failed(stage: int) -> None:
-    for active, a, b in run_world(2, discarded, stage):
+def test_zero_grad_discards_what_failed(world: int, backend: str, stage: int) -> None:
+    for active, a, b in run_world(world, discarded, stage, backend=backend):
         assert active == ("b",)
         assert torch.equal(a, torch.ones(5)) and torch.equal(b, torch.zeros(3))
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from play import stages
+from play import stages, worlds
 from scenario import Parameters
-from world import run_world
+from world import rank_device, run_world
 
 import dynzero
 
@@ -16,7 +16,8 @@ LARGEST = 2.0**100
 
 
 def make(stage: int, loss_scale: Any) -> tuple[Parameters, dynzero.ZeroOptimizer]:
-    model = Parameters(a=torch.ones(5), b=torch.ones(3))
+    device = rank_device()
+    model = Parameters(a=torch.ones(5, device=device), b=torch.ones(3, device=device))
     return model, dynzero.ZeroOptimizer(
         model.named_parameters(), torch.optim.SGD, lr=1.0, stage=stage, loss_scale=loss_scale
     )
@@ -34,10 +35,10 @@ def growing(rank: int, world: int, stage: int) -> list[Any]:
     return [scales, opt.counters["taken"], 1 - model.a[0].item()]
 
 
+@worlds(1, 2, 3)
 @stages
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_growth_ends_where_float32_would(world: int, stage: int) -> None:
-    for scales, taken, moved in run_world(world, growing, stage):
+def test_growth_ends_where_float32_would(world: int, backend: str, stage: int) -> None:
+    for scales, taken, moved in run_world(world, growing, stage, backend=backend):
         assert scales == [1.5 * 2.0 ** min(91 + i, 99) for i in range(16)]
         assert taken == 16 and moved == 16 * 2.0**-10
 
@@ -101,7 +102,7 @@ def loaded_between(rank: int, world: int, stage: int) -> float:
     return 1 - model.a[0].item()
 
 
+@worlds(1, 2)
 @stages
-@pytest.mark.parametrize("world", [1, 2])
-def test_waiting_gradients_follow_a_loaded_scale(world: int, stage: int) -> None:
-    assert run_world(world, loaded_between, stage) == [1.0] * world
+def test_waiting_gradients_follow_a_loaded_scale(world: int, backend: str, stage: int) -> None:
+    assert run_world(world, loaded_between, stage, backend=backend) == [1.0] * world
