@@ -19,10 +19,9 @@ class GradScaler(torch.amp.GradScaler):
     A gradient that is not finite on any rank makes all ranks skip the step and back off, also one
     that comes after `unscale_`, and also where the optimizer has `check_finite=False`. `unscale_`
     and `step` are collective. After `opt.join()` all ranks have the scale of the one that trained
-    longest. Use it with a ZeroOptimizer
-    that has `loss_scale=None`; the optimizer can scale by itself (`loss_scale="dynamic"`), which
-    needs no host wait and is faster. Raises ValueError for an optimizer with a loss scale of its
-    own, RuntimeError as torch does.
+    longest. Use it with a ZeroOptimizer that has `loss_scale=None`; the optimizer can scale by
+    itself (`loss_scale="dynamic"`), which needs no host wait and is faster. Raises ValueError for
+    an optimizer with a loss scale of its own, RuntimeError as torch does.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
