@@ -135,6 +135,9 @@ void add_movers(py::module_& m) {
       .def("all_gather", &Transport::all_gather, no_gil, py::arg("everybody"), py::arg("mine"));
   m.def("collective_transport", &collective_transport, py::arg("group"),
         "A Transport over a torch.distributed process group.");
+  m.def("loopback_transport", &loopback_transport, py::arg("writes") = true,
+        "For measurements: a Transport that writes as many bytes as would arrive (wrong ones) on "
+        "the own device, or nothing.");
 
   py::class_<GradStore, std::shared_ptr<GradStore>>(m, "GradStore",
                                                     "Gradients taken out of their parameters.")

@@ -45,4 +45,8 @@ class Transport {
 // Over a torch.distributed process group (a Python object) with any backend.
 std::shared_ptr<Transport> collective_transport(const pybind11::object& group);
 
+// For measurements: a wire that takes no time. `writes`: as many bytes as would arrive are written
+// on the own device, with wrong values; otherwise what is received is what was there.
+std::shared_ptr<Transport> loopback_transport(bool writes);
+
 }  // namespace dynzero
