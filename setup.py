@@ -25,6 +25,7 @@ MODULE_SOURCES = [
     "ops.cpp",
     "ops_cpu.cpp",
     "param_scan.cpp",
+    "presence.cpp",
     "readback.cpp",
     "transport.cpp",
     "upload.cpp",

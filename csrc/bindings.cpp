@@ -17,6 +17,7 @@
 #include "local_exchange.h"
 #include "ops.h"
 #include "param_scan.h"
+#include "presence.h"
 #include "readback.h"
 #include "segments.h"
 #include "transport.h"
@@ -162,10 +163,10 @@ void add_movers(py::module_& m) {
   py::class_<Reduction, std::shared_ptr<Reduction>>(m, "Reduction",
                                                     "Sums gradients onto their owners.")
       .def(py::init([](std::shared_ptr<Buckets> buckets, std::shared_ptr<Transport> transport,
-                       at::Tensor addresses, at::Tensor present, at::Tensor partials,
-                       at::Tensor nonfinite, bool in_step) {
-             ReductionTables tables{std::move(addresses), std::move(present), std::move(partials),
-                                    std::move(nonfinite)};
+                       const std::vector<at::Tensor>& addresses, at::Tensor present,
+                       at::Tensor partials, at::Tensor nonfinite, bool in_step) {
+             ReductionTables tables{addresses.at(0),   addresses.at(1),     addresses.at(2),
+                                    std::move(present), std::move(partials), std::move(nonfinite)};
              return std::make_shared<Reduction>(std::move(buckets), std::move(transport),
                                                 std::move(tables), in_step);
            }),
@@ -232,13 +233,15 @@ PYBIND11_MODULE(_C, m) {
 
   m.def("upload", &upload, no_gil, py::arg("tables"), py::arg("device"),
         "Copies of small CPU tensors on a device, in one asynchronous copy.");
+  m.def("union_rows", &union_rows, py::arg("rows"), "Bitwise OR of presence over the ranks.");
+  m.def("same_rows", &same_rows, py::arg("rows"), "Whether all ranks have the same presence.");
 
   add_movers(m);
 
   py::class_<ParamScan, std::shared_ptr<ParamScan>>(m, "ParamScan",
                                                     "Reads where parameters and gradients are.")
       .def(py::init<py::list>(), py::arg("params"))
-      .def("snapshot", &ParamScan::snapshot, py::arg("pinned"),
+      .def("snapshot", &ParamScan::snapshot,
            "What there is now: (grad_ptrs, param_ptrs, present, odd, changed).")
       .def("first_other", &ParamScan::first_other, py::arg("groups"),
            "Position of the first parameter in these lists that is another object, or -1.")
@@ -273,7 +276,7 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init<py::function, py::function, int64_t>(), py::arg("meet"), py::arg("progress"),
            py::arg("stream_id"))
       .def("add", &GradWatch::add, py::arg("params"))
-      .def("begin", &GradWatch::begin, py::arg("bits"))
+      .def("begin", &GradWatch::begin, py::arg("bits"), py::arg("open"))
       .def("follow", &GradWatch::follow, py::arg("feed"))
       .def("end", &GradWatch::end)
       .def("streams", &GradWatch::streams)

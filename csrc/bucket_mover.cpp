@@ -11,6 +11,7 @@
 
 #include "ops.h"
 #include "segments.h"
+#include "tensor_part.h"
 
 namespace dynzero {
 namespace {
@@ -59,10 +60,7 @@ Reduction::Reduction(std::shared_ptr<const Buckets> buckets, std::shared_ptr<Tra
     : buckets_(std::move(buckets)),
       transport_(std::move(transport)),
       tables_(std::move(tables)),
-      in_step_(in_step),
-      grad_ptrs_(tables_.addresses.select(0, 0)),
-      shard_ptrs_(tables_.addresses.select(0, 1)),
-      accumulate_(tables_.addresses.select(0, 2)) {}
+      in_step_(in_step) {}
 
 c10::Stream Reduction::current_stream() const {
   const at::Device device = buckets_->rows.device();
@@ -73,13 +71,13 @@ void Reduction::locate(int64_t number, const at::Tensor& host_ptrs) {
   const auto& params = buckets_->at(number).params;
   const auto [first, last] = std::minmax_element(params.begin(), params.end());
   const int64_t count = *last - *first + 1;
-  grad_ptrs_.narrow(0, *first, count).copy_(host_ptrs.narrow(0, *first, count), true);
+  part_of(tables_.grad_ptrs, *first, count).copy_(part_of(host_ptrs, *first, count), true);
 }
 
 void Reduction::send(int64_t number, GradStore& store) {
   const Bucket& bucket = buckets_->at(number);
   at::Tensor sent = room_for(*buckets_, bucket, bucket.wire);
-  pack_grads(buckets_->rows, bucket.full_chunks, grad_ptrs_, bucket.dtype, sent, std::nullopt,
+  pack_grads(buckets_->rows, bucket.full_chunks, tables_.grad_ptrs, bucket.dtype, sent, std::nullopt,
              tables_.nonfinite);
   // Free now; on a big model these are most of the gradients.
   store.drop(bucket.params);
@@ -93,8 +91,9 @@ void Reduction::receive() {
   parcels_.pop_front();
   parcel.transfer->wait();
   const Bucket& bucket = parcel.bucket;
-  reduce_shard(buckets_->rows, bucket.own_chunks, parcel.received, tables_.present, shard_ptrs_,
-               accumulate_, tables_.partials.narrow(0, bucket.first_own, bucket.own_chunks.numel()),
+  reduce_shard(buckets_->rows, bucket.own_chunks, parcel.received, tables_.present,
+               tables_.shard_ptrs, tables_.accumulate,
+               part_of(tables_.partials, bucket.first_own, bucket.own_chunks.numel()),
                tables_.nonfinite);
 }
 
@@ -124,14 +123,16 @@ Gathering::Gathering(std::shared_ptr<const Buckets> buckets, std::shared_ptr<Tra
 at::Tensor Gathering::room(int64_t number) {
   const Bucket& bucket = buckets_->at(number);
   at::Tensor everybody = room_for(*buckets_, bucket, bucket.dtype);
-  at::Tensor mine = everybody.select(0, rank_);
+  at::Tensor mine = part_of(everybody, rank_ * bucket.stride, bucket.stride);
   parcels_.push_back({bucket, std::move(everybody), nullptr});
   return mine;
 }
 
 void Gathering::send() {
   Parcel& parcel = parcels_.back();
-  parcel.transfer = transport_->all_gather(parcel.everybody, parcel.everybody.select(0, rank_));
+  const int64_t stride = parcel.bucket.stride;
+  parcel.transfer =
+      transport_->all_gather(parcel.everybody, part_of(parcel.everybody, rank_ * stride, stride));
 }
 
 void Gathering::receive() {
@@ -168,7 +169,7 @@ at::Tensor summarize_in_place(const Buckets& buckets, const at::Tensor& grad_ptr
   for (const Bucket& bucket : buckets.list) {
     const int64_t size = bucket.own_chunks.numel();
     check_shard(buckets.rows, bucket.own_chunks, grad_ptrs, bucket.dtype,
-                size == num_chunks ? partials : partials.narrow(0, bucket.first_own, size),
+                size == num_chunks ? partials : part_of(partials, bucket.first_own, size),
                 nonfinite);
   }
   fold_sums(buckets.rows, partials, false, 1, sumsq);

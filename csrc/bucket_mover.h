@@ -51,10 +51,12 @@ struct Buckets {
   const Bucket& at(int64_t number) const { return list.at(static_cast<size_t>(number)); }
 };
 
-// Where gradients are and go, by parameter: int64 [3, params] (addresses of the gradients and of
-// the shard's pieces; 1 where a piece already holds a sum), flags and presence as in ops.h.
+// Where gradients are and go, by parameter, each int64 [params]: addresses of the gradients and of
+// the shard's pieces; 1 where a piece already holds a sum. Flags and presence as in ops.h.
 struct ReductionTables {
-  at::Tensor addresses;
+  at::Tensor grad_ptrs;
+  at::Tensor shard_ptrs;
+  at::Tensor accumulate;
   at::Tensor present;
   at::Tensor partials;  // float64, one for each own chunk of the plan
   at::Tensor nonfinite;
@@ -97,9 +99,6 @@ class Reduction {
   std::shared_ptr<Transport> transport_;
   ReductionTables tables_;
   bool in_step_;
-  at::Tensor grad_ptrs_;
-  at::Tensor shard_ptrs_;
-  at::Tensor accumulate_;
   std::deque<Parcel> parcels_;
   int64_t num_pushed_ = 0;
 };

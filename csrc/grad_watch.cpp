@@ -164,22 +164,28 @@ pybind11::list GradWatch::add(pybind11::list params) {
   return hooks;
 }
 
-void GradWatch::begin(const at::Tensor& bits) {
+void GradWatch::begin(const at::Tensor& bits, const at::Tensor& open) {
   const size_t num_params = state_->params.size();
   TORCH_CHECK(bits.device().is_cpu() && bits.scalar_type() == at::ScalarType::Byte &&
                   bits.is_contiguous() && bits.numel() == static_cast<int64_t>(num_params + 7) / 8,
               "GradWatch.begin: expected bits contiguous uint8 [", (num_params + 7) / 8,
               "] on cpu, got ", bits.scalar_type(), " ", bits.sizes(), " on ", bits.device());
+  TORCH_CHECK(open.device().is_cpu() && open.scalar_type() == at::ScalarType::Bool &&
+                  open.is_contiguous() && open.numel() == static_cast<int64_t>(num_params),
+              "GradWatch.begin: expected open contiguous bool [", num_params, "] on cpu, got ",
+              open.scalar_type(), " ", open.sizes(), " on ", open.device());
   state_->forget();
   state_->task = torch::autograd::get_current_graph_task_id();
   auto* packed = bits.mutable_data_ptr<uint8_t>();
   std::fill(packed, packed + bits.numel(), uint8_t{0});
+  auto* is_open = open.mutable_data_ptr<bool>();
   for (size_t i = 0; i < num_params; ++i) {
     const at::Tensor& param = state_->param(i);
     const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(param);
     const bool to_come = accumulator && will_execute(accumulator.get());
     state_->coming[i] = to_come;
-    if (to_come || param.unsafeGetTensorImpl()->grad().defined()) {
+    is_open[i] = to_come || param.unsafeGetTensorImpl()->grad().defined();
+    if (is_open[i]) {
       packed[i / 8] = static_cast<uint8_t>(packed[i / 8] | 1u << (i % 8));
     }
   }

@@ -28,9 +28,10 @@ class GradWatch {
   // gone.
   pybind11::list add(pybind11::list params);
 
-  // Follows the pass in whose hook this is called. bits: uint8 [ceil(P / 8)] on the CPU, filled
-  // with the parameters that have a gradient or will get one from this pass.
-  void begin(const at::Tensor& bits);
+  // Follows the pass in whose hook this is called. bits (uint8 [ceil(P / 8)]) and open (bool [P]),
+  // both on the CPU, are filled with the parameters that have a gradient or will get one from this
+  // pass.
+  void begin(const at::Tensor& bits, const at::Tensor& open);
 
   // From now on buckets leave by this feed as soon as the last of their gradients is there.
   void follow(std::shared_ptr<BucketFeed> feed);

@@ -75,9 +75,9 @@ void put(T& place, T value, bool& same) {
 
 // A copy on the CPU of the first `size` values.
 template <typename T>
-at::Tensor tensor_of(const std::vector<T>& values, int64_t size, bool pinned) {
+at::Tensor tensor_of(const std::vector<T>& values, int64_t size) {
   constexpr auto dtype = sizeof(T) == 1 ? at::ScalarType::Byte : at::ScalarType::Long;
-  at::Tensor tensor = at::empty({size}, at::TensorOptions().dtype(dtype).pinned_memory(pinned));
+  at::Tensor tensor = at::empty({size}, at::TensorOptions().dtype(dtype));
   std::copy_n(values.data(), size, tensor.mutable_data_ptr<T>());
   return tensor;
 }
@@ -252,19 +252,15 @@ ParamScan::Found ParamScan::read_all() {
   return all;
 }
 
-ParamScan::Snapshot ParamScan::snapshot(bool pinned) {
+ParamScan::Snapshot ParamScan::snapshot() {
   // Nothing is handed out again after an error: the addresses may be newer than these tensors.
   at::Tensor grad_ptrs = std::move(grad_ptrs_);
   at::Tensor param_ptrs = std::move(param_ptrs_);
   at::Tensor present = std::move(present_);
   Found found = read_all();
-  if (!found.same_grads || !grad_ptrs.defined()) {
-    grad_ptrs = tensor_of(grad_addresses_, size(), pinned);
-  }
-  if (!found.same_params || !param_ptrs.defined()) {
-    param_ptrs = tensor_of(param_addresses_, size(), false);
-  }
-  if (!found.same_present || !present.defined()) present = tensor_of(bits_, num_bytes(), false);
+  if (!found.same_grads || !grad_ptrs.defined()) grad_ptrs = tensor_of(grad_addresses_, size());
+  if (!found.same_params || !param_ptrs.defined()) param_ptrs = tensor_of(param_addresses_, size());
+  if (!found.same_present || !present.defined()) present = tensor_of(bits_, num_bytes());
   grad_ptrs_ = grad_ptrs;
   param_ptrs_ = param_ptrs;
   present_ = present;

@@ -31,9 +31,9 @@ class ParamScan {
   // kernels cannot read in place, as it is not strided, or is not like the remembered parameter, or
   // that has gaps or overlaps.
   // Where no value has changed since the last call the tensor is that one again, so nobody may
-  // write to it. pinned: where grad_ptrs go if they are new.
+  // write to it.
   using Snapshot = std::tuple<at::Tensor, at::Tensor, at::Tensor, Indices, Indices>;
-  Snapshot snapshot(bool pinned);
+  Snapshot snapshot();
 
   // Position of the first object in `groups`, lists of parameters one after the other, that is not
   // the parameter given at construction, or is one too many, or is missing; -1 if all are the same.

@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "tensor_part.h"
+
 namespace dynzero {
 
 namespace {
@@ -46,8 +48,8 @@ std::vector<at::Tensor> upload(const std::vector<at::Tensor>& tables, at::Device
   flat.copy_(pinned, true);
   int64_t offset = 0;
   for (const at::Tensor& table : tables) {
-    const at::Tensor part = flat.narrow(0, offset, static_cast<int64_t>(table.nbytes()));
-    uploaded.push_back(part.view(table.scalar_type()).view(table.sizes()));
+    const auto size = static_cast<int64_t>(table.itemsize());
+    uploaded.push_back(part_of(flat, table.scalar_type(), offset / size, table.sizes()));
     offset += aligned_bytes(table);
   }
   return uploaded;

@@ -20,7 +20,7 @@ from .layout import build_layout
 from .loss_scale import ScaleState
 from .ops import SCALE_FIELDS, STATUS_FIELDS, Range, ops
 from .plan import PlanCache, indices_of
-from .reduced import Gradients, Local, Reader, capturing, upload
+from .reduced import Gradients, Local, Reader, capturing
 from .report import LastStep, Outcome, Outcomes
 from .rounds import Pass, Rounds, Waitable, supersede
 from .static import Repeated
@@ -236,7 +236,7 @@ class ZeroOptimizer(Optimizer):
                 self._update_and_send(grads, self._arrivals)
                 return
             if self._mover is not None and not self._shard.whole:
-                params = upload(grads.param_ptrs, self._device)
+                params = self._reader.param_ptrs(grads.local)
                 self._mover.update_and_gather(grads.plan, self._shard, grads, params)
             else:
                 self._shard.update_whole(grads.plan, grads)
@@ -244,7 +244,7 @@ class ZeroOptimizer(Optimizer):
 
     def _update_and_send(self, grads: Gradients, arrivals: lazy.Arrivals) -> None:
         assert self._mover is not None
-        ptrs = upload(grads.param_ptrs, self._device)
+        ptrs = self._reader.param_ptrs(grads.local)
         gathering = self._mover.update_and_send(grads.plan, self._shard, grads, ptrs)
         sent = lazy.Sent(gathering, grads.plan, grads, ptrs, self._params)
         arrivals.expect(sent, self._reader)

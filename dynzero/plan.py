@@ -271,13 +271,9 @@ def raw(bits: Tensor) -> bytes:
 
 
 def union(rows: Tensor) -> Tensor:
-    """Bitwise OR over the first dimension of uint8 [ranks, bytes], in log2(ranks) passes."""
-    while rows.shape[0] > 1:
-        half = (rows.shape[0] + 1) // 2
-        merged = rows[:half].clone()
-        merged[: rows.shape[0] - half] |= rows[half:]
-        rows = merged
-    return rows[0]
+    """Bitwise OR over the first dimension of uint8 [ranks, bytes]: uint8 [bytes]."""
+    anywhere: Tensor = load_extension().union_rows(rows)
+    return anywhere
 
 
 def counts_of(rows: Tensor, indices: Tensor) -> Tensor:

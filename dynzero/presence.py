@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import construction, norms, reduction, state
 from .discard import drop_window, lost, settle
+from .fused import Seen
 from .ops import Range
 from .plan import bit_mask
 from .reduced import Local
@@ -37,16 +38,15 @@ if TYPE_CHECKING:
 
 
 class Fingerprint:
-    """Hash of the groups' options, computed again only when one of them has changed."""
+    """Hash of the groups' options, computed again only when one of them may have changed."""
 
     def __init__(self) -> None:
-        self._seen: Any = None
+        self._seen = Seen()
         self._value = 0
 
     def of(self, groups: list[dict[str, Any]]) -> int:
-        seen = construction.hyperparameters(groups)
-        if seen != self._seen:
-            self._seen, self._value = seen, construction.fingerprint(seen)
+        if not self._seen.again(groups):
+            self._value = construction.fingerprint(construction.hyperparameters(groups))
         return self._value
 
 
@@ -71,7 +71,7 @@ def message(
         else EXHAUSTED
         if exhausted(opt) and not in_backward
         else 0,
-        0 if alone else int(bool(opt._window.withdrawn().any())),
+        int(opt._window.rounds > 0 and bool(opt._window.withdrawn().any())),
         *(when or opt._discards.now),
         detail,
     )
@@ -285,7 +285,6 @@ def close_pass(opt: ZeroOptimizer, current: Pass) -> None:
         opt._window.had |= current.bits
 
 
-@torch.no_grad()
 def round_of(
     opt: ZeroOptimizer, current: Pass, complaint: Exception | None, when: tuple[int, int]
 ) -> Iterator[Waitable]:

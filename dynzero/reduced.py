@@ -24,8 +24,8 @@ from .transports.collective import IN_FLIGHT, Collective
 class Local:
     """This rank's gradients. ptrs: on the CPU, int64 [params]: of gradients, of parameters.
 
-    bits: uint8 presence. With one process all three are those of the last time where they have not
-    changed, and may not be written to. `own` holds, by parameter index, regular copies of gradients
+    bits: uint8 presence. All three are those of the last time where they have not changed, and may
+    not be written to before `make_writable`. `own` holds, by parameter index, regular copies of gradients
     that a kernel cannot read where they lie; `taken` (a GradStore) those that have been taken out
     of the parameters. captured: they were read while a CUDA graph was being captured.
     """
@@ -46,9 +46,13 @@ class Local:
             with collective.naming_ranks():
                 reduction.receive()
 
-    def drop(self) -> None:
+    def make_writable(self) -> None:
+        self.ptrs[0], self.bits = self.ptrs[0].clone(), self.bits.clone()
+
+    def drop(self, *, pinned: bool = False) -> None:
         """Forget the gradients: take part in a round with nothing."""
-        self.ptrs[0].zero_()  # there are other ranks, so this is our own
+        size = self.ptrs[0].numel()
+        self.ptrs[0] = torch.zeros(size, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self.bits = torch.zeros_like(self.bits)
         self.own = {}
         self.taken.clear()
@@ -60,18 +64,15 @@ class Reader:
     def __init__(self, params: list[Tensor], layout: Layout, device: torch.device) -> None:
         self.params, self.layout, self.device = params, layout, device
         self.scan = load_extension().ParamScan(params)
-        self._uploaded: tuple[Tensor, Tensor] | None = None  # of the last step, in place
+        self._grads_there, self._params_there = Uploaded(device), Uploaded(device)
         self.staged = {i: flat_copy(p.detach(), p) for i, p in enumerate(params) if not is_dense(p)}
 
     def read(self) -> tuple[Local, Exception | None]:
         """What is there now, and a complaint if a parameter is not what it was."""
-        captured = capturing(self.device)
-        pinned = self.device.type == "cuda" and not captured
-        grads, params, bits, odd, changed = self.scan.snapshot(pinned)
-        local = Local([grads, params], bits, captured=captured)
-        if odd or self.layout.world > 1:
-            local.ptrs[0] = torch.empty_like(grads, pin_memory=pinned).copy_(grads)
-            local.bits = bits.clone()
+        grads, params, bits, odd, changed = self.scan.snapshot()
+        local = Local([grads, params], bits, captured=capturing(self.device))
+        if odd:
+            local.make_writable()
         if changed:
             return local, self.complaint(changed[0])
         for i in odd:
@@ -82,21 +83,22 @@ class Reader:
             local.ptrs[1][i] = stand_in.data_ptr()
         return local, None
 
-    def upload(self, local: Local) -> Tensor:
+    def grad_ptrs(self, local: Local) -> Tensor:
         """Addresses of gradients in place, on the device.
 
         Those that have not changed are there already, so that a captured step copies nothing that a
         replay would read too late.
         """
-        host = local.ptrs[0]
-        if self._uploaded is None or not same(self._uploaded[0], host):
-            if local.captured:
-                raise RuntimeError(
-                    "step() in a CUDA graph: gradients are not where the step before the capture "
-                    "found them; keep them there with zero_grad(set_to_none=False)"
-                )
-            self._uploaded = host, upload(host, self.device)
-        return self._uploaded[1]
+        if local.captured and not self._grads_there.holds(local.ptrs[0]):
+            raise RuntimeError(
+                "step() in a CUDA graph: gradients are not where the step before the capture "
+                "found them; keep them there with zero_grad(set_to_none=False)"
+            )
+        return self._grads_there.of(local.ptrs[0])
+
+    def param_ptrs(self, local: Local) -> Tensor:
+        """Addresses of the parameters, on the device."""
+        return self._params_there.of(local.ptrs[1])
 
     def complaint(self, i: int) -> ValueError:
         p = self.params[i]
@@ -154,6 +156,23 @@ class Reader:
             p = self.params[i].detach()
             real = torch.view_as_real(p) if p.is_complex() else p
             real.copy_(stand_in.view(real.shape))
+
+
+class Uploaded:
+    """The copy on the device of a table that seldom changes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._host: Tensor | None = None
+        self._there: Tensor | None = None
+
+    def holds(self, host: Tensor) -> bool:
+        return self._host is not None and same(self._host, host)
+
+    def of(self, host: Tensor) -> Tensor:
+        if self._there is None or not self.holds(host):
+            self._host, self._there = host, upload(host, self.device)
+        return self._there
 
 
 def same(before: Tensor, now: Tensor) -> bool:

@@ -110,11 +110,13 @@ def reduce(
     if plan is not None:
         if opt._rounds is not None:
             everything = torch.ones(opt._layout.size, dtype=torch.bool, device="cpu")
+            local.make_writable()
             opt._reader.take(local, range(opt._layout.size), everything)
         with Range("dynzero::reduce"):
             run(opt._mover.reduce(plan, local, present, window, in_step=True))
-    final = plan_of(opt, union(window.present) | now, window.present, whole=opt._shard.whole)
-    return None if final is None else gradients_of(opt, final, local, window)
+    had = union(window.present)
+    final = plan_of(opt, had | now, window.present, whole=opt._shard.whole)
+    return None if final is None else gradients_of(opt, final, local, window, had)
 
 
 def gradients_in_place(
@@ -137,20 +139,22 @@ def gradients_in_place(
     host_ptrs, param_ptrs = local.ptrs
     return Gradients(
         plan=plan, layout=opt._layout, host_ptrs=host_ptrs, param_ptrs=param_ptrs,
-        ptrs=opt._reader.upload(local), buffers=[], in_place=True, local=local,
+        ptrs=opt._reader.grad_ptrs(local), buffers=[], in_place=True, local=local,
         reader=opt._reader, present=active, own=opt._layout.numel, scaling=opt._scale,
     )  # fmt: skip
 
 
-def gradients_of(opt: ZeroOptimizer, plan: Plan, local: Local, window: Window) -> Gradients:
-    ptrs, buffers, own = window.ptrs, window.buffers, opt._layout.own
+def gradients_of(
+    opt: ZeroOptimizer, plan: Plan, local: Local, window: Window, present: Tensor
+) -> Gradients:
+    ptrs, buffers, own, there = window.ptrs, window.buffers, opt._layout.own, window.ptrs_there
     if opt._shard.whole:
         assert opt._mover is not None
         ptrs, buffers = opt._mover.gather_grads(plan, window)
-        own = opt._layout.numel
+        own, there = opt._layout.numel, None
     return Gradients(
         plan=plan, layout=opt._layout, host_ptrs=ptrs, param_ptrs=local.ptrs[1],
-        ptrs=upload(ptrs, opt._device), buffers=buffers, in_place=False, local=local,
-        reader=opt._reader, present=union(window.present), own=own, scaling=opt._scale,
+        ptrs=upload(ptrs, opt._device) if there is None else there, buffers=buffers, in_place=False,
+        local=local, reader=opt._reader, present=present, own=own, scaling=opt._scale,
         sumsq=window.sumsq, nonfinite=window.nonfinite,
     )  # fmt: skip

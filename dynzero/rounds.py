@@ -21,7 +21,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .ops import ops
-from .plan import Plan, flags_of
+from .plan import Plan
 from .reduced import Local, Reader
 from .transports.collective import Collective
 
@@ -74,15 +74,16 @@ class Pass(Local):
     """
 
     def __init__(self, reader: Reader, watch: Any, local: Local) -> None:
-        local.drop()
+        local.drop(pinned=reader.device.type == "cuda")  # its parts are copied as buckets leave
         super().__init__(local.ptrs, local.bits)
         self._reader, self._watch = reader, watch
         self.announced = torch.empty_like(self.bits)
         self.window: object = None  # the one in which its round is, once the ranks have agreed
         self._running = True
         self._feed: Any = None
-        watch.begin(self.announced)
-        self._open = flags_of(self.announced)  # announced, and its bucket has not left
+        # Announced, and its bucket has not left.
+        self._open = torch.empty(len(reader.params), dtype=torch.bool, device="cpu")
+        watch.begin(self.announced, self._open)
 
     def feed(self, reduction: Any, plan: Plan, collective: Collective) -> Iterator[Any]:
         if not self._running:
@@ -160,7 +161,7 @@ class Rounds:
     @property
     def alone(self) -> bool:
         """No other optimizer of this process may have buckets on their way during backward."""
-        return all(rounds is self or rounds.superseded for rounds in LIVE)
+        return len(LIVE) == 1 or all(rounds is self or rounds.superseded for rounds in LIVE)
 
     @property
     def paused(self) -> bool:
@@ -284,7 +285,7 @@ class Rounds:
         if isinstance(failed, Failed) and not failed.raised:
             failed.raised = True
             raise failed.error
-        with self._on_stream():
+        with self._on_stream(), torch.no_grad():
             try:
                 self._waits_for = next(self._queue[0])
             except StopIteration:

@@ -26,6 +26,7 @@ class Window:
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout, self.device = layout, device
         self.ptrs = torch.zeros(layout.size, dtype=torch.int64, device="cpu")
+        self.ptrs_there: Tensor | None = None  # on the device, as of the last reduction
         self.buffers: list[Tensor] = []
         self.present = torch.zeros(layout.world, layout.bit_bytes, dtype=torch.uint8, device="cpu")
         # What this rank has announced, and what of it there really was: see Note [Withdrawn].
@@ -49,7 +50,7 @@ class Window:
         """Take over a layout with more parameters than before."""
         extra = layout.size - self.layout.size
         self.layout = layout
-        self.ptrs = torch.nn.functional.pad(self.ptrs, (0, extra))
+        self.ptrs, self.ptrs_there = torch.nn.functional.pad(self.ptrs, (0, extra)), None
         self.sumsq = torch.nn.functional.pad(self.sumsq, (0, extra))
         self.nonfinite = torch.nn.functional.pad(self.nonfinite, (0, extra))
         missing = layout.bit_bytes - self.present.shape[1]
@@ -87,8 +88,9 @@ class Mover:
         """
         accumulate = (window.ptrs != 0).to(torch.int64)
         window.claim(plan)
-        tables = [torch.stack([local.ptrs[0], window.ptrs, accumulate]), present.contiguous()]
-        addresses, present_there = ops.upload(tables, self.device)
+        tables = [local.ptrs[0], window.ptrs, accumulate, present.contiguous()]
+        *addresses, present_there = ops.upload(tables, self.device)
+        window.ptrs_there = addresses[1]
         partials = torch.empty(
             plan.table.own_chunks.numel(), dtype=torch.float64, device=self.device
         )

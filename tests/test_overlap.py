@@ -377,7 +377,7 @@ def feed_of(
     plan = make_plan(layout, torch.tensor(active), ones, bucket_bytes=1)
     shard = [torch.zeros_like(p) for p in params]
     at = torch.tensor([piece.data_ptr() for piece in shard])
-    addresses = torch.stack([torch.zeros_like(at), at, torch.zeros_like(at)])
+    addresses = [torch.zeros_like(at), at, torch.zeros_like(at)]
     everybody = torch.full((1, layout.bit_bytes), 255, dtype=torch.uint8)
     partials = torch.empty(plan.table.own_chunks.numel(), dtype=torch.float64)
     flags = torch.zeros(size, dtype=torch.int32)
@@ -394,7 +394,7 @@ def follow_one_pass(mirror: Transport, params: list[Tensor], aside: bool) -> lis
 
     def meet(task: int) -> bool:
         announced = torch.empty(1, dtype=torch.uint8)
-        watch.begin(announced)
+        watch.begin(announced, torch.empty(len(params), dtype=torch.bool))
         found.extend([announced, *feed_of(params, [0, 1, 3], mirror, aside), watch])
         watch.follow(found[1])
         return True
@@ -454,7 +454,7 @@ def test_grad_watch_and_feed_refuse_tables_of_another_size() -> None:
     watch = GradWatch(lambda task: True, lambda: None, 0)
     watch.add(params)
     with pytest.raises(RuntimeError, match=r"expected bits contiguous uint8 \[1\] on cpu, got"):
-        watch.begin(torch.empty(2, dtype=torch.uint8))
+        watch.begin(torch.empty(2, dtype=torch.uint8), torch.empty(1, dtype=torch.bool))
     with pytest.raises(RuntimeError, match="expected a list of tensors, got a int"):
         watch.add([1])
 

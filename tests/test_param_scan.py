@@ -13,7 +13,7 @@ from dynzero._C import ParamScan
 def scan(params: list[Tensor], scanner: ParamScan | None = None):
     """Returns (grad addresses, parameter addresses, presence bits, odd, changed)."""
     n = len(params)
-    grads, addresses, bits, odd, changed = (scanner or ParamScan(params)).snapshot(pinned=False)
+    grads, addresses, bits, odd, changed = (scanner or ParamScan(params)).snapshot()
     assert grads.numel() == addresses.numel() == n and bits.numel() == -(-n // 8)
     present = [bool(bits[i // 8] >> i % 8 & 1) for i in range(n)]
     spare = [bool(bits[i // 8] >> i % 8 & 1) for i in range(n, 8 * bits.numel())]
@@ -192,8 +192,8 @@ def test_param_scan_gives_the_same_tensors_until_something_changes(n):
 
     def which_are_new():
         nonlocal last
-        before, last = last, scanner.snapshot(pinned=False)[:3]
-        for tensor, fresh in zip(last, ParamScan(params).snapshot(pinned=False)[:3], strict=True):
+        before, last = last, scanner.snapshot()[:3]
+        for tensor, fresh in zip(last, ParamScan(params).snapshot()[:3], strict=True):
             assert torch.equal(tensor, fresh)
         return [
             before is None or now is not then

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._build import load_extension
 from . import all_gather_single, local
 
 # Note [One exchange at a time]
@@ -109,8 +110,10 @@ class Agreed(NamedTuple):
 
     def round_bits(self) -> Tensor:
         """Presence of the ranks in the round."""
-        taking_part = torch.tensor(self.in_round(), dtype=torch.uint8, device="cpu")
-        return self.bits * taking_part.unsqueeze(1)
+        taking_part = self.in_round()
+        if all(taking_part):
+            return self.bits
+        return self.bits * torch.tensor(taking_part, dtype=torch.uint8, device="cpu").unsqueeze(1)
 
     def in_step(self, *, asked: bool) -> bool:
         """If the ranks do the same in this round, at the same time: Note [In step].
@@ -123,7 +126,7 @@ class Agreed(NamedTuple):
         alone = all(m.detail[1] == 1.0 for m in self.messages)
         if not (together and alone and all(self.in_round())):
             return False
-        return bool((self.bits == self.bits[0]).all())
+        return bool(load_extension().same_rows(self.bits))
 
     def any_at(self, action: Action) -> bool:
         return any(m.action == action for m in self.messages)
