@@ -20,6 +20,7 @@ from torch.autograd.graph import increment_version
 from .plan import Plan
 from .reduced import Gradients, Reader
 from .rounds import hook_gradient, remove_all
+from .streams import is_current
 
 # Note [Values on their way]
 # Taking a bucket out is local (wait, unpack), and all were sent in step(): so each rank may run
@@ -158,16 +159,19 @@ class Arrivals:
     def _receive(self, count: int) -> None:
         """Take out the first `count` buckets, if they are not out yet."""
         assert self._sent is not None and self._reader is not None
+        on_stream = self._stream is None or is_current(self._stream)
+        if on_stream and self._sent.received >= count:
+            return
         current: Any = self._stream and torch.cuda.current_stream(self._device)
         if self._sent.received < count:
             try:
-                with self._on_stream(current):
+                with nullcontext() if on_stream else self._on_stream(current):
                     while self._sent.received < count:
                         self._receive_next(self._sent, self._reader)
             except BaseException:
                 self._forget()
                 raise
-        if current != self._stream:
+        if not on_stream:
             current.wait_stream(self._stream)
 
     def _receive_next(self, sent: Sent, reader: Reader) -> None:
@@ -186,8 +190,6 @@ class Arrivals:
 
     def _on_stream(self, current: Any) -> AbstractContextManager[Any]:
         """CUDA: the stream of the step, after what the current one now holds."""
-        if current == self._stream:
-            return nullcontext()
         self._stream.wait_stream(current)
         return torch.cuda.stream(self._stream)
 

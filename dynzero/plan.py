@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ._build import load_extension
 from .layout import Layout, shard_dtype
+from .streams import raw_stream
 from .table import COLUMNS, Table, make_table
 
 
@@ -100,7 +101,7 @@ class Plan:
         """It may be dropped while kernels on a stream that has not allocated it still read it."""
         rows = self.table.rows
         if rows.is_cuda:
-            stream = torch._C._cuda_getCurrentRawStream(rows.get_device())
+            stream = raw_stream(rows.get_device())
             if stream not in self._streams:
                 self._streams.add(stream)
                 rows.record_stream(torch.cuda.current_stream(rows.device))

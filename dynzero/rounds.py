@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .ops import ops
 from .plan import Plan
 from .reduced import Local, Reader
+from .streams import is_current
 from .transports.collective import Collective
 
 # Note [Backward never blocks for good]
@@ -237,9 +238,9 @@ class Rounds:
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         """CUDA: the stream of the rounds, after what the current one and the hooks' now hold."""
-        if self._stream is None:
+        if self._stream is None or self._watch.all_on(self._stream.stream_id):
             return nullcontext()
-        if self._watch.all_on(self._stream.stream_id):
+        if is_current(self._stream) and not self._watch.streams():
             return nullcontext()
         current = torch.cuda.current_stream(self._stream.device)
         for s in self._watch.streams():
@@ -306,10 +307,8 @@ class Rounds:
                 raise failure
             while self._queue:
                 self._next()
-        if self._stream is not None:
-            current = torch.cuda.current_stream(self._stream.device)
-            if current != self._stream:
-                current.wait_stream(self._stream)
+        if self._stream is not None and not is_current(self._stream):
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def finish_aside(self) -> None:
         """Complete the rounds started so far, in a thread; errors are for the next finish()."""
