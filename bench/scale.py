@@ -1,11 +1,13 @@
 """`python -m bench scale`: what a step costs on the host, by the numbers of ranks and parameters.
 
-For `plan` the ranks are simulated: their messages are made here and handled as if they had come.
+For `plan` the ranks are simulated: their messages are made here and handled as if they had come. So
+is the second rank of `step` and `hooks` (one_of_two.py): collectives and waiting do not count.
 """
 
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from dynzero.transports.control import (
 )
 
 from . import exchange, results
+from .one_of_two import one_of_two
 from .timer import Call, Samples, Timer
 
 RANKS = (8, 64, 1024)
@@ -77,8 +80,11 @@ def run(device: torch.device, *, quick: bool) -> list[dict[str, Any]]:
     for world, params in results.progress(cases, "plan"):
         rows.append(plan_row(Exchanged(world, params), timer))
     torch.set_num_threads(threads)
-    for params in results.progress(PARAMS[:3] if quick else PARAMS, "step"):
-        rows.append(step_row(params, device, timer, quick))
+    steps = [(world, params) for world in (1, 2) for params in (PARAMS[:3] if quick else PARAMS)]
+    for world, params in results.progress(steps, "step"):
+        rows.append(step_row(world, params, device, timer, quick))
+    for params in results.progress(PARAMS[:3], "hooks"):
+        rows.append(hooks_row(params, device, timer))
     for (way, params), samples in exchange.measure(quick=quick).items():
         case = {"world": exchange.WORLD, "params": params, "active": 1.0, "over": way}
         size = exchange.WORLD * (MESSAGE_BYTES + params // 8)
@@ -99,18 +105,49 @@ def plan_row(exchanged: Exchanged, timer: Timer) -> dict[str, Any]:
     return row_of("plan", case, samples, exchanged.all.nbytes)
 
 
-def step_row(params: int, device: torch.device, timer: Timer, quick: bool) -> dict[str, Any]:
-    """A whole step of one process with this many parameters, of the same bytes altogether."""
+def step_row(
+    world: int, params: int, device: torch.device, timer: Timer, quick: bool
+) -> dict[str, Any]:
+    """A whole step with this many parameters, of the same bytes altogether."""
     numel = (QUICK_STEP_NUMEL if quick else STEP_NUMEL)[device.type] // params
     model = [torch.nn.Parameter(torch.randn(numel, device=device)) for _ in range(params)]
     for p in model:
         p.grad = torch.randn_like(p)
-    opt = dynzero.ZeroOptimizer(model, torch.optim.AdamW, **OPTIONS)
+    with one_of_two() if world == 2 else nullcontext():
+        # What does not arrive may be anything, also not finite.
+        opt = dynzero.ZeroOptimizer(
+            model, torch.optim.AdamW, check_finite=world == 1, **OPTIONS
+        )
     opt.step()
     samples = timer.measure({"step": Call(opt.step)})["step"]
     assert opt.last_step is not None and opt.last_step.stepped
-    case = {"world": 1, "params": params, "active": 1.0, "elements": numel * params}
+    case = {"world": world, "params": params, "active": 1.0, "elements": numel * params}
     return row_of("step", case, samples, None)
+
+
+def hooks_row(params: int, device: torch.device, timer: Timer) -> dict[str, Any]:
+    """Backward through small parameters: what stage 2 adds to it on the host, all buckets sent."""
+    models = [
+        [torch.nn.Parameter(torch.randn(8, device=device)) for _ in range(params)] for _ in range(2)
+    ]
+    with one_of_two():
+        opt = dynzero.ZeroOptimizer(models[0], torch.optim.SGD, stage=2, check_finite=False, lr=0.0)
+
+    def after_step() -> None:
+        opt.zero_grad()
+        for p in models[1]:
+            p.grad = None
+
+    losses = [torch.cat(model).square().sum() for model in models]
+    calls = {
+        name: Call(lambda loss=loss: loss.backward(retain_graph=True), before=after_step)
+        for name, loss in zip(("hooks", "bare"), losses, strict=True)
+    }
+    samples = timer.measure(calls)
+    hooked, bare = samples["hooks"], samples["bare"]
+    row = row_of("hooks", {"world": 2, "params": params, "active": 1.0}, hooked, None)
+    row["added_us"] = hooked.host_us - bare.host_us
+    return row
 
 
 def row_of(
@@ -134,18 +171,21 @@ def scale_table(rows: list[dict[str, Any]]) -> list[str]:
         return []
     lines = [
         "`plan`: from arrived messages to buckets and tables, one core, 1 % active; `step`: all of",
-        "`step()` on one process, the same bytes in more and more parameters; `exchange`: from one",
-        "rank's message to everybody's, two processes on this host that do nothing else.",
+        "`step()`, the same bytes in more and more parameters, with two ranks but for wire and",
+        "waiting; `hooks`: a backward pass with stage 2, with what it takes longer on the host than",
+        "one without; `exchange`: from one rank's message to everybody's, two processes on this",
+        "host that do nothing else. Caches are cold.",
         "",
-        "| | ranks | parameters | ms | host us | MB exchanged |",
-        "| --- " * 6 + "|",
+        "| | ranks | parameters | ms | host us | added us | MB exchanged |",
+        "| --- " * 7 + "|",
     ]
     for row in rows:
         case = row["case"]
         megabytes = "" if row["bytes"] is None else f"{row['bytes'] / 1e6:.2f}"
+        added = f"{row['added_us']:.0f}" if "added_us" in row else ""
         lines.append(
             f"| {title(row)} | {case['world']} | {case['params']} | {row['ms']:.3f} "
-            f"| {row['host_us']:.0f} | {megabytes} |"
+            f"| {row['host_us']:.0f} | {added} | {megabytes} |"
         )
     return [*lines, ""]
 
@@ -155,14 +195,17 @@ def step_lines(axes: Any, rows: list[dict[str, Any]], machine: dict[str, Any]) -
     some = [row for row in rows if row["bench"] == "scale" and row["op"] == "step"]
     if len(some) < 2:
         return False
-    params = [row["case"]["params"] for row in some]
-    axes.loglog(params, [row["whole_ms"] for row in some], "o-", label="whole step")
-    axes.loglog(params, [row["host_us"] / 1e3 for row in some], "s-", label="host")
-    most, few = some[-1], some[0]
-    slope = (most["host_us"] - few["host_us"]) / (params[-1] - params[0])
-    axes.set_title(
-        f"{some[0]['case']['elements'] / 1e6:.0f} M elements: {slope:.2f} us a parameter"
-    )
+    slopes = []
+    for world in sorted({row["case"]["world"] for row in some}):
+        line = [row for row in some if row["case"]["world"] == world]
+        params = [row["case"]["params"] for row in line]
+        ranks = "1 rank" if world == 1 else f"{world} ranks"
+        axes.loglog(params, [row["whole_ms"] for row in line], "o-", label=f"whole step, {ranks}")
+        axes.loglog(params, [row["host_us"] / 1e3 for row in line], "s--", label=f"host, {ranks}")
+        slope = (line[-1]["host_us"] - line[0]["host_us"]) / (params[-1] - params[0])
+        slopes.append(f"{slope:.2f}")
+    elements = some[0]["case"]["elements"] / 1e6
+    axes.set_title(f"{elements:.0f} M elements: {' and '.join(slopes)} us a parameter")
     axes.set_xlabel("parameters")
     axes.set_ylabel("ms")
     axes.legend()

@@ -76,6 +76,15 @@ def host_over_budget(row: Row) -> float | None:
     return row["host_us"] / (25 * case["buckets"] + 0.040 * case["tensors"])
 
 
+def step_over_budget(row: Row) -> float | None:
+    """Host microseconds of step() relative to 300 us + 0.1 us per parameter."""
+    return row["host_us"] / (300 + 0.1 * row["case"]["params"])
+
+
+def scale(row: Row, op: str) -> bool:
+    return row.get("bench") == "scale" and row["op"] == op
+
+
 def big(row: Row) -> bool:
     return bool(row["case"]["elements"] >= 200e6)
 
@@ -145,6 +154,13 @@ GPU = [
            and r["case"]["wire"] != "fp32", of_fused_adamw, 0.98),
     Target("host time per bucket, in 25 us + 40 ns per tensor",
            lambda r: r.get("op") == "reduce_buckets", host_over_budget, 1.0, at_most=True),
+    Target("step(), without collectives: host time, in 0.3 ms + 0.1 us per parameter",
+           lambda r: scale(r, "step"), step_over_budget, 1.0, at_most=True),
+    Target("exchange of presence between two ranks of one host: ms",
+           lambda r: scale(r, "exchange"), lambda r: r["ms"], 0.25, at_most=True),
+    Target("hooks, 10,000 parameters: host us that each adds to backward, buckets sent",
+           lambda r: scale(r, "hooks") and r["case"]["params"] == 10_000,
+           lambda r: r["added_us"] / r["case"]["params"], 1.0, at_most=True),
     Target("step, fp16: times faster than torch AMP + clip + fused AdamW",
            lambda r: step(r, "fp16"), against("torch_amp_fused"), 1.6),
     Target("step, fp16: times faster than DeepSpeed stage 1",

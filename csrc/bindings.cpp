@@ -245,7 +245,7 @@ PYBIND11_MODULE(_C, m) {
            "What there is now: (grad_ptrs, param_ptrs, present, odd, changed).")
       .def("first_other", &ParamScan::first_other, py::arg("groups"),
            "Position of the first parameter in these lists that is another object, or -1.")
-      .def("take", &ParamScan::take, py::arg("indices"), py::arg("open"), py::arg("grad_ptrs"),
+      .def("take_open", &ParamScan::take_open, py::arg("open"), py::arg("grad_ptrs"),
            py::arg("present"), py::arg("store"),
            "Moves gradients out of parameters into a GradStore, returns those that are odd.");
 

@@ -28,13 +28,15 @@ at::ScalarType shard_dtype(at::ScalarType dtype) {
 }  // namespace
 
 void GradStore::keep(int64_t param, at::Tensor grad) {
+  const auto place = static_cast<size_t>(param);
   const std::lock_guard<std::mutex> lock(mutex_);
-  grads_[param] = std::move(grad);
+  if (place >= grads_.size()) grads_.resize(std::max(place + 1, 2 * grads_.size()));
+  grads_[place] = std::move(grad);
 }
 
 at::Tensor GradStore::get(int64_t param) const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return grads_.at(param);
+  return grads_.at(static_cast<size_t>(param));
 }
 
 void GradStore::drop(const std::vector<int64_t>& params) {
@@ -42,15 +44,13 @@ void GradStore::drop(const std::vector<int64_t>& params) {
   dropped.reserve(params.size());
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const int64_t param : params) {
-    const auto found = grads_.find(param);
-    if (found == grads_.end()) continue;
-    dropped.push_back(std::move(found->second));
-    grads_.erase(found);
+    const auto place = static_cast<size_t>(param);
+    if (place < grads_.size()) dropped.push_back(std::move(grads_[place]));
   }
 }
 
 void GradStore::clear() {
-  std::unordered_map<int64_t, at::Tensor> dropped;
+  std::vector<at::Tensor> dropped;
   const std::lock_guard<std::mutex> lock(mutex_);
   dropped.swap(grads_);
 }

@@ -10,7 +10,6 @@
 #include <deque>
 #include <memory>
 #include <mutex>
-#include <unordered_map>
 #include <vector>
 
 #include "transport.h"
@@ -23,13 +22,14 @@ namespace dynzero {
 class GradStore {
  public:
   void keep(int64_t param, at::Tensor grad);
+  // One that has been kept and not dropped, else an undefined tensor or std::out_of_range.
   at::Tensor get(int64_t param) const;
   void drop(const std::vector<int64_t>& params);
   void clear();
 
  private:
   mutable std::mutex mutex_;
-  std::unordered_map<int64_t, at::Tensor> grads_;
+  std::vector<at::Tensor> grads_;  // by parameter, up to the last one kept
 };
 
 // A bucket of a plan, see dynzero/plan.py.

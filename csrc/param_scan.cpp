@@ -298,7 +298,13 @@ ParamScan::Indices ParamScan::take(const Indices& indices, const at::Tensor& ope
   auto* bits = present.mutable_data_ptr<uint8_t>();
 
   Indices odd;
-  for (const int64_t i : indices) {
+  const auto num_indices = static_cast<int64_t>(indices.size());
+  for (int64_t k = 0; k < num_indices; ++k) {
+    const int64_t i = indices[static_cast<size_t>(k)];
+    if (k + kAhead < num_indices) {
+      const int64_t later = indices[static_cast<size_t>(k + kAhead)];
+      if (later >= 0 && later < num_params) prefetch_links(later);
+    }
     TORCH_CHECK(i >= 0 && i < num_params, "ParamScan.take: expected indices below ", num_params,
                 ", got ", i);
     if (!std::exchange(is_open[i], false)) continue;
@@ -314,6 +320,17 @@ ParamScan::Indices ParamScan::take(const Indices& indices, const at::Tensor& ope
     store.keep(i, grad);
   }
   return odd;
+}
+
+ParamScan::Indices ParamScan::take_open(const at::Tensor& open, const at::Tensor& grad_ptrs,
+                                        const at::Tensor& present, GradStore& store) const {
+  check_table("take_open", "open", open, at::ScalarType::Bool, size());
+  const auto* is_open = open.const_data_ptr<bool>();
+  Indices indices;
+  for (int64_t i = 0; i < size(); ++i) {
+    if (is_open[i]) indices.push_back(i);
+  }
+  return take(indices, open, grad_ptrs, present, store);
 }
 
 }  // namespace dynzero

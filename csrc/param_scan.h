@@ -45,6 +45,9 @@ class ParamScan {
   // current stream has read it. Returns the odd ones.
   Indices take(const Indices& indices, const at::Tensor& open, const at::Tensor& grad_ptrs,
                const at::Tensor& present, GradStore& store) const;
+  // Of all that are open.
+  Indices take_open(const at::Tensor& open, const at::Tensor& grad_ptrs, const at::Tensor& present,
+                    GradStore& store) const;
 
  private:
   struct Found;

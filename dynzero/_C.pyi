@@ -83,13 +83,8 @@ class ParamScan:
     def __init__(self, params: list[Tensor]) -> None: ...
     def snapshot(self) -> tuple[Tensor, Tensor, Tensor, list[int], list[int]]: ...
     def first_other(self, groups: list[list[Tensor]]) -> int: ...
-    def take(
-        self,
-        indices: Sequence[int],
-        open: Tensor,
-        grad_ptrs: Tensor,
-        present: Tensor,
-        store: GradStore,
+    def take_open(
+        self, open: Tensor, grad_ptrs: Tensor, present: Tensor, store: GradStore
     ) -> list[int]: ...
 
 class Readback:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,9 +25,9 @@ class Local:
     """This rank's gradients. ptrs: on the CPU, int64 [params]: of gradients, of parameters.
 
     bits: uint8 presence. All three are those of the last time where they have not changed, and may
-    not be written to before `make_writable`. `own` holds, by parameter index, regular copies of gradients
-    that a kernel cannot read where they lie; `taken` (a GradStore) those that have been taken out
-    of the parameters. captured: they were read while a CUDA graph was being captured.
+    not be written to before `make_writable`. `own` holds, by parameter index, regular copies of
+    gradients that a kernel cannot read where they lie; `taken` (a GradStore) those that have been
+    taken out of the parameters. captured: they were read while a CUDA graph was being captured.
     """
 
     ptrs: list[Tensor]
@@ -123,12 +123,12 @@ class Reader:
         local.own[i] = regular_grad(self.params[i], grad)
         local.ptrs[0][i] = local.own[i].data_ptr()
 
-    def take(self, local: Local, indices: Sequence[int], still_open: Tensor) -> None:
+    def take(self, local: Local, still_open: Tensor) -> None:
         """Move gradients into `local`, until they are packed.
 
-        Of these parameters only those that are open (bool [>= params]), which they then are not.
+        Of parameters that are open (bool [params]), which they then are not.
         """
-        for i in self.scan.take(indices, still_open, local.ptrs[0], local.bits, local.taken):
+        for i in self.scan.take_open(still_open, local.ptrs[0], local.bits, local.taken):
             self.make_regular(local, i, local.taken.get(i))
 
     def fill_zeros(self, local: Local, indices: Tensor) -> None:

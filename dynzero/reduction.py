@@ -111,7 +111,7 @@ def reduce(
         if opt._rounds is not None:
             everything = torch.ones(opt._layout.size, dtype=torch.bool, device="cpu")
             local.make_writable()
-            opt._reader.take(local, range(opt._layout.size), everything)
+            opt._reader.take(local, everything)
         with Range("dynzero::reduce"):
             run(opt._mover.reduce(plan, local, present, window, in_step=True))
     had = union(window.present)

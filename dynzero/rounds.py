@@ -110,7 +110,7 @@ class Pass(Local):
         """
         self._running = False
         self._watch.end()
-        self._reader.take(self, self._open.nonzero().flatten().tolist(), self._open)
+        self._reader.take(self, self._open)
         if self._feed is not None:
             self._feed.close()
 

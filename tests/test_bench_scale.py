@@ -28,7 +28,12 @@ def test_bench_scale_writes_rows_and_a_plot(tmp_path):
     assert main(["scale", "--quick", "--device", "cpu", "--output", str(path)]) == 0
     rows = json.loads(path.read_text())["rows"]
     assert {row["bench"] for row in rows} == {"scale"}
-    assert [row["case"]["params"] for row in rows if row["op"] == "step"] == [100, 1000, 10_000]
+    steps = [row["case"] for row in rows if row["op"] == "step"]
+    sizes = [(case["world"], case["params"]) for case in steps]
+    assert sizes == [(world, n) for world in (1, 2) for n in (100, 1000, 10_000)]
+    hooks = [row for row in rows if row["op"] == "hooks"]
+    assert [row["case"]["params"] for row in hooks] == [100, 1000, 10_000]
+    assert all(row["added_us"] < row["host_us"] for row in hooks)
     assert all(row["ms"] > 0 and row["host_us"] > 0 for row in rows)
     ways = {(row["case"]["over"], row["case"]["params"]) for row in rows if row["op"] == "exchange"}
     assert ways == {(way, n) for way in ("shared memory", "Gloo") for n in (1000, 100_000)}
