@@ -172,9 +172,9 @@ def scale_table(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
         "`plan`: from arrived messages to buckets and tables, one core, 1 % active; `step`: all of",
         "`step()`, the same bytes in more and more parameters, with two ranks but for wire and",
-        "waiting; `hooks`: a backward pass with stage 2, with what it takes longer on the host than",
-        "one without; `exchange`: from one rank's message to everybody's, two processes on this",
-        "host that do nothing else. Caches are cold.",
+        "waiting; `hooks`: backward with stage 2, and what it takes longer than without;",
+        "`exchange`: from one rank's message to everybody's, two processes on this host that do",
+        "nothing else. Caches are cold.",
         "",
         "| | ranks | parameters | ms | host us | added us | MB exchanged |",
         "| --- " * 7 + "|",
