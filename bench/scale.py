@@ -115,9 +115,7 @@ def step_row(
         p.grad = torch.randn_like(p)
     with one_of_two() if world == 2 else nullcontext():
         # What does not arrive may be anything, also not finite.
-        opt = dynzero.ZeroOptimizer(
-            model, torch.optim.AdamW, check_finite=world == 1, **OPTIONS
-        )
+        opt = dynzero.ZeroOptimizer(model, torch.optim.AdamW, check_finite=world == 1, **OPTIONS)
     opt.step()
     samples = timer.measure({"step": Call(opt.step)})["step"]
     assert opt.last_step is not None and opt.last_step.stepped

@@ -165,7 +165,7 @@ void add_movers(py::module_& m) {
       .def(py::init([](std::shared_ptr<Buckets> buckets, std::shared_ptr<Transport> transport,
                        const std::vector<at::Tensor>& addresses, at::Tensor present,
                        at::Tensor partials, at::Tensor nonfinite, bool in_step) {
-             ReductionTables tables{addresses.at(0),   addresses.at(1),     addresses.at(2),
+             ReductionTables tables{addresses.at(0),    addresses.at(1),     addresses.at(2),
                                     std::move(present), std::move(partials), std::move(nonfinite)};
              return std::make_shared<Reduction>(std::move(buckets), std::move(transport),
                                                 std::move(tables), in_step);

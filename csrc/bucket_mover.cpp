@@ -77,8 +77,8 @@ void Reduction::locate(int64_t number, const at::Tensor& host_ptrs) {
 void Reduction::send(int64_t number, GradStore& store) {
   const Bucket& bucket = buckets_->at(number);
   at::Tensor sent = room_for(*buckets_, bucket, bucket.wire);
-  pack_grads(buckets_->rows, bucket.full_chunks, tables_.grad_ptrs, bucket.dtype, sent, std::nullopt,
-             tables_.nonfinite);
+  pack_grads(buckets_->rows, bucket.full_chunks, tables_.grad_ptrs, bucket.dtype, sent,
+             std::nullopt, tables_.nonfinite);
   // Free now; on a big model these are most of the gradients.
   store.drop(bucket.params);
   at::Tensor received = room_for(*buckets_, bucket, bucket.wire);

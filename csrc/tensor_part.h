@@ -14,9 +14,9 @@ namespace dynzero {
 inline at::Tensor part_of(const at::Tensor& whole, at::ScalarType dtype, int64_t first,
                           at::IntArrayRef sizes) {
   const int64_t start = whole.storage_offset() * static_cast<int64_t>(whole.itemsize());
-  at::Tensor part = at::detail::make_tensor<c10::TensorImpl>(
-      c10::TensorImpl::VIEW, c10::Storage(whole.storage()), whole.key_set(),
-      c10::scalarTypeToTypeMeta(dtype));
+  at::Tensor part =
+      at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(whole.storage()),
+                                               whole.key_set(), c10::scalarTypeToTypeMeta(dtype));
   part.unsafeGetTensorImpl()->set_storage_offset(
       start / static_cast<int64_t>(c10::elementSize(dtype)) + first);
   part.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
