@@ -172,7 +172,7 @@ def scale_table(rows: list[dict[str, Any]]) -> list[str]:
         "`step()`, the same bytes in more and more parameters, with two ranks but for wire and",
         "waiting; `hooks`: backward with stage 2, and what it takes longer than without;",
         "`exchange`: from one rank's message to everybody's, two processes on this host that do",
-        "nothing else. Caches are cold.",
+        "nothing else.",
         "",
         "| | ranks | parameters | ms | host us | added us | MB exchanged |",
         "| --- " * 7 + "|",

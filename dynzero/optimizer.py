@@ -20,7 +20,7 @@ from .layout import build_layout
 from .loss_scale import ScaleState
 from .ops import SCALE_FIELDS, STATUS_FIELDS, Range, ops
 from .plan import PlanCache, indices_of
-from .reduced import Gradients, Local, Reader, capturing
+from .reduced import Gradients, Local, Reader, capturing, upload
 from .report import LastStep, Outcome, Outcomes
 from .rounds import Pass, Rounds, Waitable, supersede
 from .static import Repeated
@@ -244,7 +244,7 @@ class ZeroOptimizer(Optimizer):
 
     def _update_and_send(self, grads: Gradients, arrivals: lazy.Arrivals) -> None:
         assert self._mover is not None
-        ptrs = self._reader.param_ptrs(grads.local)
+        ptrs = upload(grads.param_ptrs, self._device)  # of its own: Sent may change it
         gathering = self._mover.update_and_send(grads.plan, self._shard, grads, ptrs)
         sent = lazy.Sent(gathering, grads.plan, grads, ptrs, self._params)
         arrivals.expect(sent, self._reader)

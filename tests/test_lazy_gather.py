@@ -229,6 +229,32 @@ def test_writing_to_what_is_on_its_way_is_refused(how: Callable[[nn.Module], Non
         assert "wait_for_parameters" in message
 
 
+def away_and_back(rank: int, world: int) -> list[Tensor]:
+    run = Run()
+    run.step("a")
+    model, opt = run.lazy
+    kept = model.a.weight.data
+    if rank == 1:
+        replace(model)
+    opt.backward(model(inputs(model), "a").sum())
+    model.a.weight.data = kept
+    message_of(RuntimeError, opt.step)
+    opt.zero_grad()
+    overwrite(model)
+    opt.backward(model(inputs(model), "a").sum())
+    opt.step()
+    opt.wait_for_parameters()
+    return [p.detach().cpu() for p in (model.a.weight, model.b.weight)]
+
+
+def test_a_parameter_that_was_away_is_found_again() -> None:
+    ranks = run_world(2, away_and_back)
+    used, unused = ranks[0]
+    assert not (used == 1).any() and (unused == 1).all()
+    for other in ranks[1:]:
+        assert torch.equal(other[0], used) and torch.equal(other[1], unused)
+
+
 def calls(rank: int, world: int, stage: int) -> None:
     """Whatever else reads weights, or meets the other ranks, has them all."""
     named: dict[str, Callable[[dynzero.ZeroOptimizer], Any]] = {
