@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from types import ModuleType
 
 import torch
@@ -10,7 +9,6 @@ import torch
 BUILD_COMMAND = "pip install --no-build-isolation --force-reinstall --no-deps ."
 
 
-@cache
 def load_extension() -> ModuleType:
     """The module `dynzero._C`; an ImportError with the remedy where it cannot be used."""
     try:

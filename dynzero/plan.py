@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._build import load_extension
 from .layout import Layout, shard_dtype
+from .ops import ops
 from .streams import raw_stream
 from .table import COLUMNS, Table, make_table
 
@@ -74,7 +74,7 @@ class Plan:
     @cached_property
     def compiled(self) -> Any:
         """The plan as the bucket loops in C++ read it."""
-        buckets = load_extension().Buckets(self.table.rows, self.layout.world)
+        buckets = ops.Buckets(self.table.rows, self.layout.world)
         for b, full, own in zip(self.buckets, self.full_chunks, self.own_chunks, strict=True):
             params = self.indices[b.rows]
             buckets.add(full, own, b.wire, b.dtype, b.stride, b.own.start, params)
@@ -273,7 +273,7 @@ def raw(bits: Tensor) -> bytes:
 
 def union(rows: Tensor) -> Tensor:
     """Bitwise OR over the first dimension of uint8 [ranks, bytes]: uint8 [bytes]."""
-    anywhere: Tensor = load_extension().union_rows(rows)
+    anywhere: Tensor = ops.union_rows(rows)
     return anywhere
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._build import load_extension
+from ..ops import ops
 from . import all_gather_single, local
 
 # Note [One exchange at a time]
@@ -126,7 +126,7 @@ class Agreed(NamedTuple):
         alone = all(m.detail[1] == 1.0 for m in self.messages)
         if not (together and alone and all(self.in_round())):
             return False
-        return bool(load_extension().same_rows(self.bits))
+        return bool(ops.same_rows(self.bits))
 
     def any_at(self, action: Action) -> bool:
         return any(m.action == action for m in self.messages)
