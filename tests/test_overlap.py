@@ -155,7 +155,7 @@ def beside_gloo_freeing(rank: int, world: int) -> list[Tensor]:
         keeping_the_gil.usleep(100_000)
 
     # Before our own hook: torch runs all those of one parameter without giving up the GIL between.
-    params[1].register_post_accumulate_grad_hook(occupy)
+    handle = params[1].register_post_accumulate_grad_hook(occupy)
     opt = build(params)
     x = Step.apply(chain(params[:3], rank + 1.0), lambda: until_announced(opt))
     interval = sys.getswitchinterval()
@@ -164,6 +164,7 @@ def beside_gloo_freeing(rank: int, world: int) -> list[Tensor]:
         chain(params[3:], rank + 1.0, x).backward()
     finally:
         sys.setswitchinterval(interval)
+        handle.remove()  # else parameter, hook and optimizer keep each other, unseen by the gc
     opt.step()
     return [p.detach() for p in params]
 
