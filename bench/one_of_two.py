@@ -46,7 +46,7 @@ class Echo(Control):
         return Answer(self.exchange(message, bits))
 
     def exchange(self, message: Message, bits: Tensor) -> Agreed:
-        return Agreed([message] * WORLD, bits.repeat(WORLD, 1))
+        return Agreed([message] * WORLD, bits.expand(WORLD, -1))
 
     def gather_objects(self, thing: Any) -> list[Any]:
         return [thing] * WORLD

@@ -59,8 +59,7 @@ class Exchanged:
 
     def agree(self) -> torch.Tensor:
         """Read and compare the messages; the active set, uint8 bits."""
-        heads = self.all[:, :MESSAGE_BYTES].contiguous()
-        agreed = Agreed(unpack_all(heads), self.all[:, MESSAGE_BYTES:])
+        agreed = Agreed(unpack_all(self.all), self.all[:, MESSAGE_BYTES:])
         assert first_difference(agreed.messages, self.names) is None
         return union(agreed.bits)
 

@@ -162,21 +162,28 @@ void add_movers(py::module_& m) {
           py::arg("stride"), py::arg("first_own"), py::arg("params"));
   py::class_<Reduction, std::shared_ptr<Reduction>>(m, "Reduction",
                                                     "Sums gradients onto their owners.")
-      .def(py::init([](std::shared_ptr<Buckets> buckets, std::shared_ptr<Transport> transport,
-                       const std::vector<at::Tensor>& addresses, at::Tensor present,
-                       at::Tensor partials, at::Tensor nonfinite, bool in_step) {
-             ReductionTables tables{addresses.at(0),    addresses.at(1),     addresses.at(2),
-                                    std::move(present), std::move(partials), std::move(nonfinite)};
-             return std::make_shared<Reduction>(std::move(buckets), std::move(transport),
-                                                std::move(tables), in_step);
-           }),
-           py::arg("buckets"), py::arg("transport"), py::arg("addresses"), py::arg("present"),
-           py::arg("partials"), py::arg("nonfinite"), py::arg("in_step"))
       .def_property_readonly("in_step", &Reduction::in_step)
       .def_property_readonly("sending", [](const Reduction&) { return false; })
       .def("push_on", &Reduction::push_on, no_gil, py::arg("store"), py::arg("most_in_flight"))
+      .def("fold", &Reduction::fold, no_gil, py::arg("sumsq"))
       .def("ready", &Reduction::ready, no_gil)
       .def("receive", &Reduction::receive, no_gil);
+  m.def("empty_window", &empty_window, no_gil, py::arg("num_params"), py::arg("world"),
+        py::arg("device"), "Zeros: [shard_ptrs, present, announced, had, sumsq, nonfinite].");
+  m.def(
+      "begin_reduction",
+      [](std::shared_ptr<Buckets> buckets, std::shared_ptr<Transport> transport,
+         const std::vector<Room>& rooms, const at::Tensor& grad_ptrs, const at::Tensor& shard_ptrs,
+         const at::Tensor& present, const at::Tensor& nonfinite, bool in_step, Uploads* uploads) {
+        return begin_reduction(std::move(buckets), std::move(transport), rooms, grad_ptrs,
+                               shard_ptrs, present, nonfinite, in_step, uploads);
+      },
+      no_gil, py::arg("buckets"), py::arg("transport"), py::arg("rooms"), py::arg("grad_ptrs"),
+      py::arg("shard_ptrs"), py::arg("present"), py::arg("nonfinite"), py::arg("in_step"),
+      py::arg("uploads"), "(a Reduction, buffers for the rooms, shard_ptrs on the device).");
+  m.def("summarize_and_gather", &summarize_and_gather, no_gil, py::arg("buckets"),
+        py::arg("transport"), py::arg("sumsq"), py::arg("nonfinite"), py::arg("scale_state"),
+        "All ranks' records of reduced gradients, float64 [world, columns].");
   py::class_<Gathering>(m, "Gathering", "Brings new values into everybody's parameters.")
       .def(py::init<std::shared_ptr<Buckets>, std::shared_ptr<Transport>, int64_t, at::Tensor,
                     at::Tensor>(),
@@ -185,7 +192,7 @@ void add_movers(py::module_& m) {
       .def("room", &Gathering::room, no_gil, py::arg("number"))
       .def("send", &Gathering::send, no_gil)
       .def_property_readonly("in_flight", &Gathering::in_flight)
-      .def("receive", &Gathering::receive, no_gil);
+      .def("receive", &Gathering::receive, no_gil, py::arg("reuse") = false);
   m.def(
       "update_and_gather",
       [](Buckets& buckets, Gathering& gathering, int64_t kind, at::Tensor grad_ptrs,
@@ -233,8 +240,14 @@ PYBIND11_MODULE(_C, m) {
 
   m.def("upload", &upload, no_gil, py::arg("tables"), py::arg("device"),
         "Copies of small CPU tensors on a device, in one asynchronous copy.");
+  py::class_<Uploads>(m, "Uploads", "The tables of the last call, on the device.")
+      .def(py::init<>());
   m.def("union_rows", &union_rows, py::arg("rows"), "Bitwise OR of presence over the ranks.");
   m.def("same_rows", &same_rows, py::arg("rows"), "Whether all ranks have the same presence.");
+
+  m.def(
+      "raw", [](const at::Tensor& bytes) { return py::bytes(raw(bytes)); }, py::arg("bytes"),
+      "The bytes of a contiguous uint8 tensor on the CPU.");
 
   add_movers(m);
 

@@ -2,10 +2,13 @@
 #include "bucket_mover.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <array>
 #include <optional>
 #include <utility>
 
@@ -16,13 +19,33 @@
 namespace dynzero {
 namespace {
 
-at::Tensor room_for(const Buckets& buckets, const Bucket& bucket, at::ScalarType dtype) {
-  return at::empty({buckets.world, bucket.stride}, buckets.rows.options().dtype(dtype));
+int64_t num_own_chunks(const Buckets& buckets) {
+  int64_t count = 0;
+  for (const Bucket& bucket : buckets.list) count += bucket.own_chunks.numel();
+  return count;
 }
 
 // Gradients of 16-bit parameters are summed in float32.
 at::ScalarType shard_dtype(at::ScalarType dtype) {
   return dtype == at::ScalarType::Double ? dtype : at::ScalarType::Float;
+}
+
+// A buffer for pieces that have none yet; its addresses go into shard_ptrs.
+at::Tensor claim(const Room& room, const at::Tensor& shard_ptrs, at::Device device) {
+  const auto& [dtype, indices, offsets, numel] = room;
+  // At least one element, so that an empty piece has an address that is not 0.
+  at::Tensor buffer = at::empty({numel + 1}, at::TensorOptions().dtype(dtype).device(device));
+  const auto base = reinterpret_cast<int64_t>(buffer.data_ptr());
+  const auto* index = indices.const_data_ptr<int64_t>();
+  const auto* offset = offsets.const_data_ptr<int64_t>();
+  auto* addresses = shard_ptrs.mutable_data_ptr<int64_t>();
+  for (int64_t k = 0; k < indices.numel(); ++k) {
+    TORCH_CHECK(index[k] >= 0 && index[k] < shard_ptrs.numel(),
+                "begin_reduction: expected rooms for parameters below ", shard_ptrs.numel(),
+                ", got ", index[k]);
+    addresses[index[k]] = base + offset[k];
+  }
+  return buffer;
 }
 
 }  // namespace
@@ -55,6 +78,17 @@ void GradStore::clear() {
   dropped.swap(grads_);
 }
 
+at::Tensor BucketRooms::take(const Buckets& buckets, const Bucket& bucket, at::ScalarType dtype) {
+  const std::array<int64_t, 2> sizes{buckets.world, bucket.stride};
+  const auto bytes = static_cast<size_t>(sizes[0] * sizes[1]) * c10::elementSize(dtype);
+  while (!spare_.empty()) {
+    const at::Tensor room = std::move(spare_.back());
+    spare_.pop_back();
+    if (room.storage().nbytes() >= bytes) return part_of(room, dtype, 0, sizes);
+  }
+  return at::empty(sizes, buckets.rows.options().dtype(dtype));
+}
+
 Reduction::Reduction(std::shared_ptr<const Buckets> buckets, std::shared_ptr<Transport> transport,
                      ReductionTables tables, bool in_step)
     : buckets_(std::move(buckets)),
@@ -76,18 +110,19 @@ void Reduction::locate(int64_t number, const at::Tensor& host_ptrs) {
 
 void Reduction::send(int64_t number, GradStore& store) {
   const Bucket& bucket = buckets_->at(number);
-  at::Tensor sent = room_for(*buckets_, bucket, bucket.wire);
+  at::Tensor sent = rooms_.take(*buckets_, bucket, bucket.wire);
   pack_grads(buckets_->rows, bucket.full_chunks, tables_.grad_ptrs, bucket.dtype, sent,
              std::nullopt, tables_.nonfinite);
   // Free now; on a big model these are most of the gradients.
   store.drop(bucket.params);
-  at::Tensor received = room_for(*buckets_, bucket, bucket.wire);
-  auto transfer = transport_->all_to_all(received, std::move(sent));
-  parcels_.push_back({bucket, std::move(received), std::move(transfer)});
+  at::Tensor received = rooms_.take(*buckets_, bucket, bucket.wire);
+  auto transfer = transport_->all_to_all(received, sent);
+  parcels_.push_back({bucket, std::move(sent), std::move(received), std::move(transfer)});
+  ++num_sent_;
 }
 
 void Reduction::receive() {
-  const Parcel parcel = std::move(parcels_.front());
+  Parcel parcel = std::move(parcels_.front());
   parcels_.pop_front();
   parcel.transfer->wait();
   const Bucket& bucket = parcel.bucket;
@@ -95,13 +130,16 @@ void Reduction::receive() {
                tables_.shard_ptrs, tables_.accumulate,
                part_of(tables_.partials, bucket.first_own, bucket.own_chunks.numel()),
                tables_.nonfinite);
+  if (num_sent_ == num_buckets()) return;
+  rooms_.give_back(std::move(parcel.received));
+  rooms_.give_back(std::move(parcel.sent));
 }
 
 bool Reduction::push_on(GradStore& store, int64_t most_in_flight) {
   while (true) {
-    const bool all_sent = num_pushed_ == num_buckets();
+    const bool all_sent = num_sent_ == num_buckets();
     if (!all_sent && in_flight() < most_in_flight) {
-      send(num_buckets() - ++num_pushed_, store);
+      send(num_buckets() - 1 - num_sent_, store);
     } else if (in_flight() == 0) {
       return true;
     } else if (all_sent ? ready() : may_make_room()) {
@@ -110,6 +148,50 @@ bool Reduction::push_on(GradStore& store, int64_t most_in_flight) {
       return false;
     }
   }
+}
+
+void Reduction::fold(const at::Tensor& sumsq) const {
+  fold_sums(buckets_->rows, tables_.partials, false, buckets_->world, sumsq);
+}
+
+std::vector<at::Tensor> empty_window(int64_t num_params, int64_t world, at::Device device) {
+  const int64_t bytes = (num_params + 7) / 8;
+  const at::Tensor shard_ptrs =
+      at::zeros({num_params}, at::TensorOptions().dtype(at::ScalarType::Long));
+  const at::Tensor bits =
+      at::zeros({(world + 2) * bytes}, at::TensorOptions().dtype(at::ScalarType::Byte));
+  const at::Tensor numbers =
+      at::zeros({2 * num_params}, at::TensorOptions().dtype(at::ScalarType::Double).device(device));
+  return {shard_ptrs,
+          part_of(bits, at::ScalarType::Byte, 0, {world, bytes}),
+          part_of(bits, world * bytes, bytes),
+          part_of(bits, (world + 1) * bytes, bytes),
+          part_of(numbers, 0, num_params),
+          part_of(numbers, at::ScalarType::Int, 2 * num_params, {num_params})};
+}
+
+std::tuple<std::shared_ptr<Reduction>, std::vector<at::Tensor>, at::Tensor> begin_reduction(
+    std::shared_ptr<const Buckets> buckets, std::shared_ptr<Transport> transport,
+    const std::vector<Room>& rooms, const at::Tensor& grad_ptrs, const at::Tensor& shard_ptrs,
+    const at::Tensor& present, const at::Tensor& nonfinite, bool in_step, Uploads* uploads) {
+  const at::Device device = buckets->rows.device();
+  const at::Tensor accumulate = at::empty_like(shard_ptrs);
+  const auto* before = shard_ptrs.const_data_ptr<int64_t>();
+  std::transform(before, before + shard_ptrs.numel(), accumulate.mutable_data_ptr<int64_t>(),
+                 [](int64_t address) { return int64_t{address != 0}; });
+  const at::Tensor claimed = shard_ptrs.clone();
+  std::vector<at::Tensor> buffers;
+  buffers.reserve(rooms.size());
+  for (const Room& room : rooms) buffers.push_back(claim(room, claimed, device));
+  const at::Tensor partials = at::empty(
+      {num_own_chunks(*buckets)}, at::TensorOptions().dtype(at::ScalarType::Double).device(device));
+  const std::vector<at::Tensor> tables{grad_ptrs, claimed, accumulate, present.contiguous()};
+  const auto there = uploads == nullptr ? upload(tables, device) : uploads->of(tables, device);
+  shard_ptrs.copy_(claimed);  // only now: memory may have run out
+  auto reduction = std::make_shared<Reduction>(
+      std::move(buckets), std::move(transport),
+      ReductionTables{there[0], there[1], there[2], there[3], partials, nonfinite}, in_step);
+  return {std::move(reduction), std::move(buffers), there[1]};
 }
 
 Gathering::Gathering(std::shared_ptr<const Buckets> buckets, std::shared_ptr<Transport> transport,
@@ -122,7 +204,7 @@ Gathering::Gathering(std::shared_ptr<const Buckets> buckets, std::shared_ptr<Tra
 
 at::Tensor Gathering::room(int64_t number) {
   const Bucket& bucket = buckets_->at(number);
-  at::Tensor everybody = room_for(*buckets_, bucket, bucket.dtype);
+  at::Tensor everybody = rooms_.take(*buckets_, bucket, bucket.dtype);
   at::Tensor mine = part_of(everybody, rank_ * bucket.stride, bucket.stride);
   parcels_.push_back({bucket, std::move(everybody), nullptr});
   return mine;
@@ -135,11 +217,12 @@ void Gathering::send() {
       transport_->all_gather(parcel.everybody, part_of(parcel.everybody, rank_ * stride, stride));
 }
 
-void Gathering::receive() {
-  const Parcel parcel = std::move(parcels_.front());
+void Gathering::receive(bool reuse) {
+  Parcel parcel = std::move(parcels_.front());
   parcels_.pop_front();
   parcel.transfer->wait();
   unpack_params(buckets_->rows, parcel.bucket.full_chunks, parcel.everybody, param_ptrs_, status_);
+  if (reuse) rooms_.give_back(std::move(parcel.everybody));
 }
 
 void update_and_gather(const Buckets& buckets, Gathering& gathering, const Update& update,
@@ -151,15 +234,24 @@ void update_and_gather(const Buckets& buckets, Gathering& gathering, const Updat
                  shard_dtype(bucket.dtype), update.state_ptrs, bucket.dtype, mine, update.hyper,
                  update.steps, update.status);
     gathering.send();
-    if (gathering.in_flight() == most_in_flight) gathering.receive();
+    if (gathering.in_flight() == most_in_flight) gathering.receive(true);
   }
   while (gathering.in_flight() > 0) gathering.receive();
 }
 
+at::Tensor summarize_and_gather(const Buckets& buckets, Transport& transport,
+                                const at::Tensor& sumsq, const at::Tensor& nonfinite,
+                                const at::Tensor& scale_state) {
+  const at::Tensor record = at::empty({kRecordColumns}, sumsq.options());
+  at::Tensor everybody = at::empty({buckets.world, kRecordColumns}, sumsq.options());
+  summarize_shard(buckets.rows, sumsq, nonfinite, scale_state, record);
+  transport.all_gather(everybody, record)->wait();
+  return everybody;
+}
+
 at::Tensor summarize_in_place(const Buckets& buckets, const at::Tensor& grad_ptrs,
                               const at::Tensor& scale_state) {
-  int64_t num_chunks = 0;
-  for (const Bucket& bucket : buckets.list) num_chunks += bucket.own_chunks.numel();
+  const int64_t num_chunks = num_own_chunks(buckets);
   const auto doubles = grad_ptrs.options().dtype(at::ScalarType::Double);
   const at::Tensor partials = at::empty({num_chunks}, doubles);
   const at::Tensor sumsq = at::empty({grad_ptrs.numel()}, doubles);

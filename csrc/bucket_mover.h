@@ -10,9 +10,12 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "transport.h"
+#include "upload.h"
 
 namespace dynzero {
 
@@ -62,6 +65,18 @@ struct ReductionTables {
   at::Tensor nonfinite;
 };
 
+// Memory for buckets, that of earlier ones where it is large enough. All that writes and reads it
+// is on one stream, so that it may be written anew as soon as what reads it is queued.
+class BucketRooms {
+ public:
+  // [world, stride], uninitialised.
+  at::Tensor take(const Buckets& buckets, const Bucket& bucket, at::ScalarType dtype);
+  void give_back(at::Tensor room) { spare_.push_back(std::move(room)); }
+
+ private:
+  std::vector<at::Tensor> spare_;
+};
+
 // Sums everybody's gradients onto their owners.
 class Reduction {
  public:
@@ -87,10 +102,13 @@ class Reduction {
   // Sends and receives what it can without the host waiting, the last buckets first, which is the
   // order in which backward completes them. True when all are there; if not, receive() is next.
   bool push_on(GradStore& store, int64_t most_in_flight);
+  // All are there: adds their squares to sumsq, float64 [params].
+  void fold(const at::Tensor& sumsq) const;
 
  private:
   struct Parcel {
     const Bucket& bucket;
+    at::Tensor sent;
     at::Tensor received;
     std::shared_ptr<Transfer> transfer;
   };
@@ -100,8 +118,27 @@ class Reduction {
   ReductionTables tables_;
   bool in_step_;
   std::deque<Parcel> parcels_;
-  int64_t num_pushed_ = 0;
+  BucketRooms rooms_;
+  int64_t num_sent_ = 0;
 };
+
+// Where pieces lie in a flat buffer: dtype, int64 [n] parameters, int64 [n] where each starts in
+// bytes, elements. See dynzero/plan.py.
+using Room = std::tuple<at::ScalarType, at::Tensor, at::Tensor, int64_t>;
+
+// The tables of a window, all zero. On the CPU: shard_ptrs int64 [params], present uint8 [world,
+// bytes], announced and had uint8 [bytes]. On the device: sumsq float64 [params], nonfinite int32
+// [params].
+std::vector<at::Tensor> empty_window(int64_t num_params, int64_t world, at::Device device);
+
+// Begins a reduction into a window, with a new buffer for each of the rooms, whose addresses go
+// into shard_ptrs. grad_ptrs int64 [params] and present, of this reduction, are on the CPU as well.
+// uploads: null if grad_ptrs are not known yet. Returns the buffers, too, and shard_ptrs on the
+// device.
+std::tuple<std::shared_ptr<Reduction>, std::vector<at::Tensor>, at::Tensor> begin_reduction(
+    std::shared_ptr<const Buckets> buckets, std::shared_ptr<Transport> transport,
+    const std::vector<Room>& rooms, const at::Tensor& grad_ptrs, const at::Tensor& shard_ptrs,
+    const at::Tensor& present, const at::Tensor& nonfinite, bool in_step, Uploads* uploads);
 
 // Brings the new values of a step from their owners into everybody's parameters.
 class Gathering {
@@ -115,8 +152,9 @@ class Gathering {
   // Starts the bucket whose room was asked for last.
   void send();
   int64_t in_flight() const { return static_cast<int64_t>(parcels_.size()); }
-  // Waits for the bucket that was sent first, and writes it into the parameters.
-  void receive();
+  // Waits for the bucket that was sent first, and writes it into the parameters. reuse: its memory
+  // is for the next that is sent.
+  void receive(bool reuse = false);
 
  private:
   struct Parcel {
@@ -131,6 +169,7 @@ class Gathering {
   at::Tensor param_ptrs_;
   at::Tensor status_;
   std::deque<Parcel> parcels_;
+  BucketRooms rooms_;
 };
 
 // Arguments of update_shard (ops.h) that are the same for all buckets.
@@ -146,6 +185,12 @@ struct Update {
 // Updates the own pieces of reduced gradients, bucket by bucket, and gathers them.
 void update_and_gather(const Buckets& buckets, Gathering& gathering, const Update& update,
                        int64_t most_in_flight);
+
+// Sums of squares and flags of reduced gradients, as every rank has found them: float64 [world,
+// kRecordColumns].
+at::Tensor summarize_and_gather(const Buckets& buckets, Transport& transport,
+                                const at::Tensor& sumsq, const at::Tensor& nonfinite,
+                                const at::Tensor& scale_state);
 
 // One process: gradients are read where they lie, nothing travels, and a bucket is a dtype.
 // check_shard of all buckets, fold_sums and summarize_shard; float64 [1, kRecordColumns].

@@ -49,4 +49,12 @@ bool same_rows(const at::Tensor& rows) {
   return true;
 }
 
+std::string_view raw(const at::Tensor& bytes) {
+  TORCH_CHECK(bytes.device().is_cpu() && bytes.scalar_type() == at::ScalarType::Byte &&
+                  bytes.is_contiguous(),
+              "raw: expected bytes contiguous uint8 on cpu, got ", bytes.scalar_type(), " on ",
+              bytes.device(), " with strides ", bytes.strides());
+  return {static_cast<const char*>(bytes.const_data_ptr()), static_cast<size_t>(bytes.numel())};
+}
+
 }  // namespace dynzero

@@ -2,8 +2,10 @@
 #include "upload.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -53,6 +55,24 @@ std::vector<at::Tensor> upload(const std::vector<at::Tensor>& tables, at::Device
     offset += aligned_bytes(table);
   }
   return uploaded;
+}
+
+bool Uploads::holds(const std::vector<at::Tensor>& tables) const {
+  const auto same = [](const at::Tensor& a, const at::Tensor& b) {
+    return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() &&
+           std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
+  };
+  return std::equal(tables.begin(), tables.end(), here_.begin(), here_.end(), same);
+}
+
+std::vector<at::Tensor> Uploads::of(const std::vector<at::Tensor>& tables, at::Device device) {
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  if (stream_ == stream && holds(tables)) return there_;
+  there_ = upload(tables, device);
+  here_.clear();
+  for (const at::Tensor& table : tables) here_.push_back(table.clone());
+  stream_ = stream;
+  return there_;
 }
 
 }  // namespace dynzero

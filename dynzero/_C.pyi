@@ -1,7 +1,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor, dtype
+from torch import Tensor, device, dtype
 
 CHUNK: int
 CHUNK_BITS: int
@@ -78,6 +78,10 @@ def unpack_params(
     param_ptrs: Tensor,
     status: Tensor | None,
 ) -> None: ...
+def upload(tables: Sequence[Tensor], device: device) -> list[Tensor]: ...
+def union_rows(rows: Tensor) -> Tensor: ...
+def same_rows(rows: Tensor) -> bool: ...
+def raw(bytes: Tensor) -> bytes: ...
 
 class ParamScan:
     def __init__(self, params: list[Tensor]) -> None: ...
@@ -139,19 +143,39 @@ class Buckets:
     ) -> None: ...
 
 class Reduction:
-    def __init__(
-        self,
-        buckets: Buckets,
-        transport: Transport,
-        addresses: Sequence[Tensor],
-        present: Tensor,
-        partials: Tensor,
-        nonfinite: Tensor,
-    ) -> None: ...
-    def run(self, store: GradStore, most_in_flight: int) -> None: ...
+    in_step: bool
+    sending: bool
+    def push_on(self, store: GradStore, most_in_flight: int) -> bool: ...
+    def ready(self) -> bool: ...
+    def receive(self) -> None: ...
+    def fold(self, sumsq: Tensor) -> None: ...
+
+class Uploads: ...
+
+def empty_window(num_params: int, world: int, device: device) -> list[Tensor]: ...
+def begin_reduction(
+    buckets: Buckets,
+    transport: Transport,
+    rooms: Sequence[tuple[dtype, Tensor, Tensor, int]],
+    grad_ptrs: Tensor,
+    shard_ptrs: Tensor,
+    present: Tensor,
+    nonfinite: Tensor,
+    in_step: bool,
+    uploads: Uploads | None,
+) -> tuple[Reduction, list[Tensor], Tensor]: ...
+def summarize_and_gather(
+    buckets: Buckets,
+    transport: Transport,
+    sumsq: Tensor,
+    nonfinite: Tensor,
+    scale_state: Tensor,
+) -> Tensor: ...
 
 class BucketFeed:
     done: bool
+    in_step: bool
+    sending: bool
     def __init__(
         self,
         reduction: Reduction,
@@ -161,7 +185,6 @@ class BucketFeed:
         bits: Tensor,
         open: Tensor,
         places: Tensor,
-        aside: bool,
     ) -> None: ...
     def close(self) -> None: ...
     def ready(self) -> bool: ...
@@ -179,7 +202,7 @@ class Gathering:
     ) -> None: ...
     def room(self, number: int) -> Tensor: ...
     def send(self) -> None: ...
-    def receive(self) -> None: ...
+    def receive(self, reuse: bool = False) -> None: ...
 
 def update_and_gather(
     buckets: Buckets,

@@ -45,11 +45,7 @@ def records(opt: ZeroOptimizer, grads: Gradients) -> Tensor:
         alone: Tensor = ops.summarize_in_place(compiled, grads.ptrs, scale)
         return alone
     assert opt._mover is not None
-    record = torch.empty(len(RECORD_COLUMNS), dtype=torch.float64, device=opt._device)
-    ops.summarize_shard(
-        grads.plan.table.rows, grads.sumsq, grads.nonfinite, opt._scale.tensor, record
-    )
-    return opt._mover.gather_rows(record)
+    return opt._mover.gather_records(grads, opt._scale.tensor)
 
 
 def total(opt: ZeroOptimizer, grads: Gradients | None, p: float) -> Tensor:

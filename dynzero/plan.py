@@ -6,7 +6,6 @@ rank computes the same one without a message. Plans are cached by the optimizer.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -267,8 +266,7 @@ def flags_of(bits: Tensor) -> Tensor:
 
 def raw(bits: Tensor) -> bytes:
     """The bytes of a uint8 tensor on the CPU."""
-    bits = bits.contiguous()
-    return ctypes.string_at(bits.data_ptr(), bits.numel()) if bits.numel() else b""
+    return bytes(ops.raw(bits.contiguous()))
 
 
 def union(rows: Tensor) -> Tensor:

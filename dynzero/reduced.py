@@ -36,6 +36,11 @@ class Local:
     captured: bool = False
     taken: Any = field(default_factory=load_extension().GradStore)
 
+    @property
+    def located(self) -> bool:
+        """All that a reduction will read is where `ptrs` says."""
+        return True
+
     def feed(self, reduction: Any, plan: Plan, collective: Collective) -> Iterator[Any]:
         """Reduce what there is, bucket by bucket; yields what to wait for."""
         while True:

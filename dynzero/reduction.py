@@ -39,11 +39,19 @@ if TYPE_CHECKING:
 def reduce_round(
     opt: ZeroOptimizer, local: Local, agreed: Agreed, *, in_step: bool
 ) -> Iterator[Any]:
-    present = agreed.round_bits()[:, : opt._layout.bit_bytes]
+    present, _ = halves(opt, agreed.round_bits())
     plan = plan_of(opt, union(present), None, whole=False)
     if plan is not None:
         assert opt._mover is not None
         yield from opt._mover.reduce(plan, local, present, opt._window, in_step=in_step)
+
+
+def halves(opt: ZeroOptimizer, bits: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Presence, and where absent="zero" is in use who may get zeros: uint8 [world, bytes] each."""
+    if not opt._may_zero:
+        return bits, None
+    size = opt._layout.bit_bytes
+    return bits[:, :size], bits[:, size:]
 
 
 def plan_of(
@@ -95,17 +103,18 @@ def reduce(
     if opt._mover is None:
         eligible = agreed.bits[0, opt._layout.bit_bytes :] if closing and opt._may_zero else None
         return gradients_in_place(opt, local, eligible, only)
-    size = opt._layout.bit_bytes
-    present, eligible = agreed.bits[:, :size], union(agreed.bits[:, size:])
+    present, may_get_zeros = halves(opt, agreed.bits)
     if only is not None and opt._rounds is None:
         present = present & bit_mask([only], opt._layout.size)
     if opt._rounds is not None:
         opt._touched |= local.bits
         opt._window.had |= local.bits
     window = opt._window if opt._rounds is not None else Window(opt._layout, opt._device)
-    now = union(present)
-    if closing and eligible.numel():
-        now = now | (eligible & ~union(window.present))
+    now = had = union(present)
+    if opt._rounds is not None:
+        had = union(window.present) | now
+    if closing and may_get_zeros is not None:
+        now = now | (union(may_get_zeros) & ~had)
     plan = plan_of(opt, now, None, whole=False)
     if plan is not None:
         if opt._rounds is not None:
@@ -114,9 +123,14 @@ def reduce(
             opt._reader.take(local, everything)
         with Range("dynzero::reduce"):
             run(opt._mover.reduce(plan, local, present, window, in_step=True))
-    had = union(window.present)
-    final = plan_of(opt, had | now, window.present, whole=opt._shard.whole)
-    return None if final is None else gradients_of(opt, final, local, window, had)
+    # Where this was the window's only reduction, its plan mostly does for the step, too.
+    if opt._rounds is not None or opt._shard.whole or counts_ranks(opt):
+        plan = plan_of(opt, had | now, window.present, whole=opt._shard.whole)
+    return None if plan is None else gradients_of(opt, plan, local, window, had)
+
+
+def counts_ranks(opt: ZeroOptimizer) -> bool:
+    return any(group["average"] == "present" for group in opt.param_groups)
 
 
 def gradients_in_place(

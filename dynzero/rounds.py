@@ -86,6 +86,10 @@ class Pass(Local):
         self._open = torch.empty(len(reader.params), dtype=torch.bool, device="cpu")
         watch.begin(self.announced, self._open)
 
+    @property
+    def located(self) -> bool:
+        return not self._running
+
     def feed(self, reduction: Any, plan: Plan, collective: Collective) -> Iterator[Any]:
         if not self._running:
             yield from super().feed(reduction, plan, collective)

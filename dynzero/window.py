@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .layout import Layout, shard_dtype
 from .ops import ops
-from .plan import Bucket, Plan, rooms_of
+from .plan import Bucket, Plan, Room, rooms_of
 from .reduced import Gradients, Local, upload
 from .shard import Shard
 from .transports.collective import IN_FLIGHT, Collective
@@ -25,16 +25,11 @@ class Window:
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout, self.device = layout, device
-        self.ptrs = torch.zeros(layout.size, dtype=torch.int64, device="cpu")
+        tables: list[Tensor] = ops.empty_window(layout.size, layout.world, device)
+        # announced, had: by this rank, and what of it there really was: see Note [Withdrawn].
+        self.ptrs, self.present, self.announced, self.had, self.sumsq, self.nonfinite = tables
         self.ptrs_there: Tensor | None = None  # on the device, as of the last reduction
         self.buffers: list[Tensor] = []
-        self.present = torch.zeros(layout.world, layout.bit_bytes, dtype=torch.uint8, device="cpu")
-        # What this rank has announced, and what of it there really was: see Note [Withdrawn].
-        self.announced = torch.zeros(layout.bit_bytes, dtype=torch.uint8, device="cpu")
-        self.had = torch.zeros(layout.bit_bytes, dtype=torch.uint8, device="cpu")
-        # By one fill: float64 sums, int32 flags.
-        zeros = torch.zeros(2, layout.size, dtype=torch.float64, device=device)
-        self.sumsq, self.nonfinite = zeros[0], zeros[1].view(torch.int32)[: layout.size]
         self.rounds = 0
 
     @property
@@ -58,17 +53,12 @@ class Window:
         self.announced = torch.nn.functional.pad(self.announced, (0, missing))
         self.had = torch.nn.functional.pad(self.had, (0, missing))
 
-    def claim(self, plan: Plan) -> None:
-        """Room for the pieces of the plan's parameters that have none yet, in row order."""
-        rooms = plan.rooms
-        if self.buffers:
-            fresh = self.ptrs[plan.active] == 0
-            rooms = plan.rooms if fresh.all() else rooms_of(self.layout, plan.active[fresh])
-        for room in rooms:
-            # At least one element, so that an empty piece has an address that is not 0.
-            buffer = torch.empty(room.numel + 1, dtype=room.dtype, device=self.device)
-            self.buffers.append(buffer)
-            self.ptrs[room.indices] = buffer.data_ptr() + room.offsets
+    def rooms(self, plan: Plan) -> list[Room]:
+        """Of the plan's parameters that have no pieces here yet, in row order."""
+        if not self.buffers:
+            return plan.rooms
+        fresh = self.ptrs[plan.active] == 0
+        return plan.rooms if fresh.all() else rooms_of(self.layout, plan.active[fresh])
 
 
 class Mover:
@@ -76,6 +66,7 @@ class Mover:
 
     def __init__(self, layout: Layout, device: torch.device, collective: Collective) -> None:
         self.layout, self.device, self.collective = layout, device, collective
+        self._uploads = ops.Uploads()
 
     def reduce(
         self, plan: Plan, local: Local, present: Tensor, window: Window, *, in_step: bool
@@ -86,21 +77,15 @@ class Mover:
         the order in which backward completes them, the last parameters first. in_step: see Note
         [In step].
         """
-        accumulate = (window.ptrs != 0).to(torch.int64)
-        window.claim(plan)
-        tables = [local.ptrs[0], window.ptrs, accumulate, present.contiguous()]
-        *addresses, present_there = ops.upload(tables, self.device)
-        window.ptrs_there = addresses[1]
-        partials = torch.empty(
-            plan.table.own_chunks.numel(), dtype=torch.float64, device=self.device
-        )
-        reduction = ops.Reduction(
-            plan.compiled, self.collective.transport, addresses, present_there, partials,
-            window.nonfinite, in_step and self.device.type == "cuda",
+        reduction, buffers, window.ptrs_there = ops.begin_reduction(
+            plan.compiled, self.collective.transport, window.rooms(plan), local.ptrs[0],
+            window.ptrs, present, window.nonfinite, in_step and self.device.type == "cuda",
+            self._uploads if local.located else None,
         )  # fmt: skip
+        window.buffers += buffers
         yield from local.feed(reduction, plan, self.collective)
         local.own.clear()
-        ops.fold_sums(plan.table.rows, partials, False, self.layout.world, window.sumsq)
+        reduction.fold(window.sumsq)
         window.present |= present
 
     def gather_grads(self, plan: Plan, window: Window) -> tuple[Tensor, list[Tensor]]:
@@ -151,6 +136,15 @@ class Mover:
     ) -> None:
         chunks = plan.full_chunks[bucket.number]
         ops.unpack_params(plan.table.rows, chunks, everybody, ptrs, status)
+
+    def gather_records(self, grads: Gradients, scale_state: Tensor) -> Tensor:
+        """Every rank's record of reduced gradients, float64 [world, columns]."""
+        with self.collective.naming_ranks():
+            records: Tensor = ops.summarize_and_gather(
+                grads.plan.compiled, self.collective.transport, grads.sumsq, grads.nonfinite,
+                scale_state,
+            )  # fmt: skip
+        return records
 
     def gather_rows(self, mine: Tensor) -> Tensor:
         """A small tensor of every rank, [world, ...]."""

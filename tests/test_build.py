@@ -1,7 +1,10 @@
 """How the extension is found: what build_info() says, and what one reads when it cannot be used."""
 
+import ast
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,3 +42,40 @@ def test_the_extension_has_no_libstdcxx_of_its_own():
     defined = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "PyInit__C" in defined
     assert "__cxa_throw" not in defined
+
+
+def members(thing: object) -> set[str]:
+    return {name for name in vars(thing) if not name.startswith("_")}
+
+
+def signature(doc: str) -> list[str]:
+    """Names of the parameters, from the first line that pybind11 writes."""
+    inside = doc.splitlines()[0].partition("(")[2].rpartition(") ->")[0]
+    return re.findall(r"(?:^|, )(\w+): ", inside)
+
+
+def test_the_stub_is_that_of_the_extension():
+    """Nothing else compares it: the callers of our own go through `ops`, which has no types."""
+    stub = ast.parse(Path(dynzero.__file__).with_name("_C.pyi").read_text())
+    known, classes = set(), {}
+    for node in stub.body:
+        if isinstance(node, ast.AnnAssign):
+            known.add(node.target.id)
+        elif isinstance(node, ast.ClassDef):
+            known.add(node.name)
+            classes[node.name] = node
+        elif isinstance(node, ast.FunctionDef):
+            known.add(node.name)
+            names = signature(getattr(dynzero._C, node.name).__doc__)
+            if not any(name.startswith("arg") for name in names):
+                assert [arg.arg for arg in node.args.args] == names, node.name
+    assert known == members(dynzero._C)
+    for name, node in classes.items():
+        fields = {n.target.id for n in node.body if isinstance(n, ast.AnnAssign)}
+        methods = {n.name: n for n in node.body if isinstance(n, ast.FunctionDef)}
+        real = getattr(dynzero._C, name)
+        assert fields | methods.keys() - {"__init__"} == members(real), name
+        for method, definition in methods.items():
+            names = signature(getattr(real, method).__doc__ or "")
+            if names and not any(n.startswith("arg") for n in names):
+                assert [arg.arg for arg in definition.args.args] == names, (name, method)

@@ -22,7 +22,15 @@ from torch.utils.checkpoint import checkpoint
 from world import check_words, message_of, rank_device, run_world
 
 import dynzero.rounds
-from dynzero._C import BucketFeed, GradStore, GradWatch, ParamScan, Reduction, Transfer, Transport
+from dynzero._C import (
+    BucketFeed,
+    GradStore,
+    GradWatch,
+    ParamScan,
+    Transfer,
+    Transport,
+    begin_reduction,
+)
 from dynzero.layout import build_layout
 from dynzero.plan import make_plan
 from dynzero.transports import control
@@ -378,11 +386,11 @@ def feed_of(
     plan = make_plan(layout, torch.tensor(active), ones, bucket_bytes=1)
     shard = [torch.zeros_like(p) for p in params]
     at = torch.tensor([piece.data_ptr() for piece in shard])
-    addresses = [torch.zeros_like(at), at, torch.zeros_like(at)]
     everybody = torch.full((1, layout.bit_bytes), 255, dtype=torch.uint8)
-    partials = torch.empty(plan.table.own_chunks.numel(), dtype=torch.float64)
     flags = torch.zeros(size, dtype=torch.int32)
-    reduction = Reduction(plan.compiled, mirror, addresses, everybody, partials, flags, aside)
+    reduction, _, _ = begin_reduction(
+        plan.compiled, mirror, [], torch.zeros_like(at), at, everybody, flags, aside, None
+    )
     opened = torch.ones(size, dtype=torch.bool)
     here = torch.zeros(size, dtype=torch.int64), torch.zeros(layout.bit_bytes, dtype=torch.uint8)
     feed = BucketFeed(reduction, ParamScan(params), GradStore(), *here, opened, plan.places)

@@ -7,7 +7,6 @@ Messages go through shared memory where all ranks are on one host, otherwise ove
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import struct
 import time
@@ -254,8 +253,7 @@ class Exchange:
     def wait(self) -> Agreed:
         with self.control.naming_ranks():
             everybody = self.work.wait(self.control.timeout.total_seconds())
-        heads = everybody[:, :MESSAGE_BYTES].contiguous()
-        return Agreed(unpack_all(heads), everybody[:, MESSAGE_BYTES:])
+        return Agreed(unpack_all(everybody), everybody[:, MESSAGE_BYTES:])
 
 
 class GlooExchange:
@@ -277,13 +275,16 @@ class GlooExchange:
         return self.all
 
 
-def unpack_all(heads: Tensor) -> list[Message]:
-    """heads: contiguous uint8 [world, MESSAGE_BYTES]."""
-    raw = ctypes.string_at(heads.data_ptr(), heads.numel())  # tolist() takes microseconds a rank
-    return [
+def unpack_all(everybody: Tensor) -> list[Message]:
+    """everybody: uint8 [world, bytes], of which the first MESSAGE_BYTES are read."""
+    heads = everybody[:, :MESSAGE_BYTES]
+    raw = ops.raw(heads.contiguous())
+    same = ops.same_rows(heads)  # the normal case, where one is enough
+    messages = [
         Message(n[0], n[1], n[2], Action(n[3]), n[4], n[5], n[6], n[7], n[8], (n[9], n[10]))
-        for n in struct.iter_unpack(MESSAGE, raw)
+        for n in struct.iter_unpack(MESSAGE, raw[:MESSAGE_BYTES] if same else raw)
     ]
+    return messages * len(heads) if same else messages
 
 
 def first_difference(messages: Sequence[Message], names: Sequence[int]) -> str | None:
