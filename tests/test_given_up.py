@@ -207,6 +207,25 @@ def test_ranks_without_gradients_need_not_clear(world: int, backend: str, stage:
     assert_equal(results, oracle(world, [0, 1, 2], stage), backend)
 
 
+def all_discard_and_step(rank: int, world: int, stage: int) -> dict[str, Tensor]:
+    """Nothing comes between zero_grad() and step(), where all ranks say the very same."""
+    model = two_params()
+    opt = adamw(model, stage)
+    opt.backward(loss_of(model, rank, 9))
+    opt.zero_grad()
+    opt.step()
+    assert not opt.last_step.stepped
+    train(opt, model, rank, [0, 1])
+    return snapshot(model)
+
+
+@stages
+@worlds(2)
+def test_a_step_after_all_have_cleared_has_nothing(world: int, backend: str, stage: int) -> None:
+    results = run_world(world, all_discard_and_step, stage, backend=backend)
+    assert_equal(results, oracle(world, [0, 1], stage), backend)
+
+
 # Some ranks do not clear.
 
 
