@@ -221,7 +221,12 @@ def state_bytes(
 def table_bytes(setup: Setup, num_groups: int, params: list[Tensor]) -> int:
     """Step counts, sums and flags of a window, the plan; pointers and options for the kernels."""
     total = 4 * len(params) + 16 * len(params)
-    plans = 2 if setup.whole and setup.layout.world > 1 else 1
+    # Addresses of gradients; with other ranks also of parameters and pieces, what accumulates, and
+    # presence: those of the last step are kept.
+    layout = setup.layout
+    total += 8 * len(params) * (1 if layout.world == 1 else 4)
+    total += layout.world * layout.bit_bytes if layout.world > 1 else 0
+    plans = 2 if setup.whole and layout.world > 1 else 1
     total += plans * setup.plan.table.nbytes
     if setup.spec is not None:
         total += 8 * (len(STATE_POINTERS) * len(params) + len(HYPER_COLUMNS) * num_groups)
