@@ -192,7 +192,7 @@ void add_movers(py::module_& m) {
       .def("room", &Gathering::room, no_gil, py::arg("number"))
       .def("send", &Gathering::send, no_gil)
       .def_property_readonly("in_flight", &Gathering::in_flight)
-      .def("receive", &Gathering::receive, no_gil, py::arg("reuse") = false);
+      .def("receive", &Gathering::receive, no_gil);
   m.def(
       "update_and_gather",
       [](Buckets& buckets, Gathering& gathering, int64_t kind, at::Tensor grad_ptrs,

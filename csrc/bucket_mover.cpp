@@ -215,14 +215,15 @@ void Gathering::send() {
   const int64_t stride = parcel.bucket.stride;
   parcel.transfer =
       transport_->all_gather(parcel.everybody, part_of(parcel.everybody, rank_ * stride, stride));
+  ++num_sent_;
 }
 
-void Gathering::receive(bool reuse) {
+void Gathering::receive() {
   Parcel parcel = std::move(parcels_.front());
   parcels_.pop_front();
   parcel.transfer->wait();
   unpack_params(buckets_->rows, parcel.bucket.full_chunks, parcel.everybody, param_ptrs_, status_);
-  if (reuse) rooms_.give_back(std::move(parcel.everybody));
+  if (num_sent_ < buckets_->list.size()) rooms_.give_back(std::move(parcel.everybody));
 }
 
 void update_and_gather(const Buckets& buckets, Gathering& gathering, const Update& update,
@@ -234,7 +235,7 @@ void update_and_gather(const Buckets& buckets, Gathering& gathering, const Updat
                  shard_dtype(bucket.dtype), update.state_ptrs, bucket.dtype, mine, update.hyper,
                  update.steps, update.status);
     gathering.send();
-    if (gathering.in_flight() == most_in_flight) gathering.receive(true);
+    if (gathering.in_flight() == most_in_flight) gathering.receive();
   }
   while (gathering.in_flight() > 0) gathering.receive();
 }

@@ -152,9 +152,8 @@ class Gathering {
   // Starts the bucket whose room was asked for last.
   void send();
   int64_t in_flight() const { return static_cast<int64_t>(parcels_.size()); }
-  // Waits for the bucket that was sent first, and writes it into the parameters. reuse: its memory
-  // is for the next that is sent.
-  void receive(bool reuse = false);
+  // Waits for the bucket that was sent first, and writes it into the parameters.
+  void receive();
 
  private:
   struct Parcel {
@@ -170,6 +169,7 @@ class Gathering {
   at::Tensor status_;
   std::deque<Parcel> parcels_;
   BucketRooms rooms_;
+  size_t num_sent_ = 0;
 };
 
 // Arguments of update_shard (ops.h) that are the same for all buckets.

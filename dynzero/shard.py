@@ -114,7 +114,7 @@ class Shard:
             self.update(plan, bucket, grads, gathering.room(bucket.number))
             gathering.send()
             if gathering.in_flight == most_in_flight:
-                gathering.receive(reuse=True)
+                gathering.receive()
         while gathering.in_flight:
             gathering.receive()
 
