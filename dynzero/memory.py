@@ -221,11 +221,10 @@ def state_bytes(
 def table_bytes(setup: Setup, num_groups: int, params: list[Tensor]) -> int:
     """Step counts, sums and flags of a window, the plan; pointers and options for the kernels."""
     total = 4 * len(params) + 16 * len(params)
-    # Addresses of gradients; with other ranks also of parameters and pieces, what accumulates, and
-    # presence: those of the last step are kept.
     layout = setup.layout
-    total += 8 * len(params) * (1 if layout.world == 1 else 4)
-    total += layout.world * layout.bit_bytes if layout.world > 1 else 0
+    total += 8 * len(params)  # addresses of gradients, those of the last step
+    if layout.world > 1:  # and of parameters and pieces, what accumulates, and presence
+        total += 24 * len(params) + layout.world * layout.bit_bytes
     plans = 2 if setup.whole and layout.world > 1 else 1
     total += plans * setup.plan.table.nbytes
     if setup.spec is not None:

@@ -266,7 +266,8 @@ def flags_of(bits: Tensor) -> Tensor:
 
 def raw(bits: Tensor) -> bytes:
     """The bytes of a uint8 tensor on the CPU."""
-    return bytes(ops.raw(bits.contiguous()))
+    content: bytes = ops.raw(bits.contiguous())
+    return content
 
 
 def union(rows: Tensor) -> Tensor:

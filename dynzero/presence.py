@@ -223,7 +223,7 @@ def judge(opt: ZeroOptimizer, agreed: Agreed, complaint: Exception | None) -> bo
 
     True if a window was given up, so that the ranks that go on must announce again.
     """
-    first = agreed.messages[0]
+    first = agreed.messages[0]  # in the normal case all say the same, and nothing is wrong
     calm = first.action is not Action.CLEAR and first.trouble == 0 and first.given_up == 0
     if calm and agreed.messages.count(first) == len(agreed.messages):
         return False

@@ -100,10 +100,10 @@ def reduce(
     closing: the step's own call, where parameters of absent="zero" groups join with zeros.
     only: just this parameter (its index); stage 2, which keeps what it reduces, takes all.
     """
-    if opt._mover is None:
-        eligible = agreed.bits[0, opt._layout.bit_bytes :] if closing and opt._may_zero else None
-        return gradients_in_place(opt, local, eligible, only)
     present, may_get_zeros = halves(opt, agreed.bits)
+    if opt._mover is None:
+        eligible = may_get_zeros[0] if closing and may_get_zeros is not None else None
+        return gradients_in_place(opt, local, eligible, only)
     if only is not None and opt._rounds is None:
         present = present & bit_mask([only], opt._layout.size)
     if opt._rounds is not None:
@@ -123,14 +123,8 @@ def reduce(
             opt._reader.take(local, everything)
         with Range("dynzero::reduce"):
             run(opt._mover.reduce(plan, local, present, window, in_step=True))
-    # Where this was the window's only reduction, its plan mostly does for the step, too.
-    if opt._rounds is not None or opt._shard.whole or counts_ranks(opt):
-        plan = plan_of(opt, had | now, window.present, whole=opt._shard.whole)
-    return None if plan is None else gradients_of(opt, plan, local, window, had)
-
-
-def counts_ranks(opt: ZeroOptimizer) -> bool:
-    return any(group["average"] == "present" for group in opt.param_groups)
+    final = plan_of(opt, had | now, window.present, whole=opt._shard.whole)
+    return None if final is None else gradients_of(opt, final, local, window, had)
 
 
 def gradients_in_place(

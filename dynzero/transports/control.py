@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops import ops
+from ..plan import raw
 from . import all_gather_single, local
 
 # Note [One exchange at a time]
@@ -278,11 +279,10 @@ class GlooExchange:
 def unpack_all(everybody: Tensor) -> list[Message]:
     """everybody: uint8 [world, bytes], of which the first MESSAGE_BYTES are read."""
     heads = everybody[:, :MESSAGE_BYTES]
-    raw = ops.raw(heads.contiguous())
     same = ops.same_rows(heads)  # the normal case, where one is enough
     messages = [
         Message(n[0], n[1], n[2], Action(n[3]), n[4], n[5], n[6], n[7], n[8], (n[9], n[10]))
-        for n in struct.iter_unpack(MESSAGE, raw[:MESSAGE_BYTES] if same else raw)
+        for n in struct.iter_unpack(MESSAGE, raw(heads[:1] if same else heads))
     ]
     return messages * len(heads) if same else messages
 
