@@ -54,6 +54,12 @@ def signature(doc: str) -> list[str]:
     return re.findall(r"(?:^|, )(\w+): ", inside)
 
 
+def check_arguments(definition: ast.FunctionDef, real: object) -> None:
+    names = signature(real.__doc__)
+    if not any(name.startswith("arg") for name in names):
+        assert [arg.arg for arg in definition.args.args] == names, definition.name
+
+
 def test_the_stub_is_that_of_the_extension():
     """Nothing else compares it: the callers of our own go through `ops`, which has no types."""
     stub = ast.parse(Path(dynzero.__file__).with_name("_C.pyi").read_text())
@@ -66,9 +72,7 @@ def test_the_stub_is_that_of_the_extension():
             classes[node.name] = node
         elif isinstance(node, ast.FunctionDef):
             known.add(node.name)
-            names = signature(getattr(dynzero._C, node.name).__doc__)
-            if not any(name.startswith("arg") for name in names):
-                assert [arg.arg for arg in node.args.args] == names, node.name
+            check_arguments(node, getattr(dynzero._C, node.name))
     assert known == members(dynzero._C)
     for name, node in classes.items():
         fields = {n.target.id for n in node.body if isinstance(n, ast.AnnAssign)}
@@ -76,6 +80,4 @@ def test_the_stub_is_that_of_the_extension():
         real = getattr(dynzero._C, name)
         assert fields | methods.keys() - {"__init__"} == members(real), name
         for method, definition in methods.items():
-            names = signature(getattr(real, method).__doc__ or "")
-            if names and not any(n.startswith("arg") for n in names):
-                assert [arg.arg for arg in definition.args.args] == names, (name, method)
+            check_arguments(definition, getattr(real, method))
