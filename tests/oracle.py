@@ -99,17 +99,17 @@ class Replica:
         """`losses[rank][micro]()` gives a loss or None. Fills the sums and the counts of a window.
 
         by_round adds up the ranks of a backward round first, then the rounds (stage 2, in float32);
-        otherwise a rank's rounds are added up first, in the parameter's dtype, as torch does."""
+        otherwise a rank's rounds are added up first, in the parameter's dtype, as torch does. A
+        turn without a loss is no round: the ranks' first backwards belong together, and so on."""
         self.sums, present = {}, {}
+        losses = [[loss for turn in turns if (loss := turn()) is not None] for turns in losses]
         rounds = max((len(turns) for turns in losses), default=0) if self.by_round else 1
         for round_idx in range(rounds):
             round_sums: dict[str, Tensor] = {}
             for rank, turns in enumerate(losses):
                 self.clear()
-                for turn in turns[round_idx : round_idx + 1] if self.by_round else turns:
-                    loss = turn()
-                    if loss is not None:
-                        (loss * self.loss_scale).backward()
+                for loss in turns[round_idx : round_idx + 1] if self.by_round else turns:
+                    (loss * self.loss_scale).backward()
                 for name, grad in self._local_grads():
                     present.setdefault(name, set()).add(rank)
                     round_sums[name] = round_sums[name] + grad if name in round_sums else grad
