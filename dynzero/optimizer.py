@@ -252,6 +252,7 @@ class ZeroOptimizer(Optimizer):
     def _end_window(self) -> None:
         self._window_number += 1
         if self._window.used:
+            self._touched = self._window.had  # what zero_grad(set_to_none=False) leaves zeros for
             self._window = Window(self._layout, self._device)
 
     # Around the step.

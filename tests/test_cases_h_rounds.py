@@ -104,6 +104,34 @@ def test_case_03_cleared_to_none_or_zero(
         assert_states_equal(state, expected_state, assert_close)
 
 
+def cleared_by_turns(optimizer: Any, model: nn.Module, ranks: list[int], world: int) -> Any:
+    """Step 0 trains a, which the model clears; b's gradient of step 1 becomes zeros."""
+    for step in range(HEADS.steps):
+        losses = [HEADS.loss(model, Turn(step, 0, rank, world)) for rank in ranks]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        if step == 0:
+            model.zero_grad()
+        else:
+            optimizer.zero_grad(set_to_none=False)
+    return {n: [p.grad is None, float(p.detach().sum())] for n, p in model.named_parameters()}
+
+
+def play_cleared_by_turns(rank: int, world: int, stage: int) -> Any:
+    model = HEADS.model(rank_device())
+    return cleared_by_turns(adamw(model, stage=stage), model, [rank], world)
+
+
+@stages
+@worlds(2)
+def test_case_03_zeros_are_left_for_the_last_window(world: int, backend: str, stage: int) -> None:
+    model = HEADS.model()
+    plain = torch.optim.AdamW(model.named_parameters(), lr=0.1, weight_decay=0.1)
+    expected = cleared_by_turns(plain, model, list(range(world)), world)
+    for params in run_world(world, play_cleared_by_turns, stage, backend=backend):
+        assert params == {n: [none, pytest.approx(x)] for n, (none, x) in expected.items()}
+
+
 # Case 11: a step without backward, a rank that stops calling, uneven data.
 
 
