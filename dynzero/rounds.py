@@ -222,6 +222,11 @@ class Rounds:
     def pending(self) -> bool:
         return bool(self._queue)
 
+    @property
+    def last(self) -> Iterator[Waitable] | None:
+        """The round started last, if it is not over."""
+        return self._queue[-1] if self._queue else None
+
     def drop_failed(self) -> None:
         """Drop the rounds, if all ranks have agreed that the first one cannot be."""
         if isinstance(self._waits_for, Failed):
@@ -316,11 +321,11 @@ class Rounds:
 
     def finish_aside(self) -> None:
         """Complete the rounds started so far, in a thread; errors are for the next finish()."""
-        if self._queue:
-            args = weakref.ref(self), self._queue[-1]
+        if self._queue:  # weak, both: a round knows the optimizer, which may be dropped meanwhile
+            args = weakref.ref(self), weakref.ref(self._queue[-1])
             threading.Thread(target=finish_in_thread, args=args, daemon=True).start()
 
-    def finish_some(self, last: Iterator[Waitable]) -> bool:
+    def finish_some(self, last: Iterator[Waitable] | None) -> bool:
         """Push rounds on up to `last`, without waiting for gradients. True if that is over."""
         with self._driving:
             more = False
@@ -346,10 +351,13 @@ def supersede(params: list[Tensor]) -> None:
             predecessor.superseded = predecessor.paused = True
 
 
-def finish_in_thread(rounds: weakref.ref[Rounds], last: Iterator[Waitable]) -> None:
+def finish_in_thread(rounds: weakref.ref[Rounds], last: weakref.ref[Any]) -> None:
     """Look again and again: waiting in C++ while Python ends would abort the process."""
-    while (alive := rounds()) is not None and not alive.finish_some(last):
-        del alive
+    while True:
+        some, round_ = rounds(), last()
+        if some is None or round_ is None or some.finish_some(round_):
+            return
+        del some, round_
         time.sleep(LOOK_EVERY_S)
 
 

@@ -8,6 +8,7 @@ import io
 import pickle
 import subprocess
 import sys
+import time
 import weakref
 from typing import Any
 
@@ -82,6 +83,7 @@ def test_case_32_subgroup_with_a_rank_outside(stage: int, pair: list[int]) -> No
 
 WITHOUT_EXTENSION = """
 import sys
+import time
 sys.modules["dynzero._C"] = None  # what an extension that was never built looks like
 import dynzero
 """
@@ -204,3 +206,27 @@ def optimizer_survives(rank: int, world: int) -> bool:
     # The model goes on without it: its hooks must be gone, too.
     scenario.loss(model, Turn(1, 0, rank, world)).backward()
     return watch() is not None
+
+
+def optimizer_given_up_survives(rank: int, world: int) -> bool:
+    """Rank 0 announces a round that the other never answers, clears, and drops its optimizer."""
+    scenario = two_heads(by_iteration)
+    model = scenario.model()
+    opt = make(scenario, model, stage=2)
+    if rank == 0:
+        opt.backward(scenario.loss(model, Turn(0, 0, rank, world)))
+        opt.zero_grad()
+    dist.barrier()
+    watch = weakref.ref(opt)
+    del opt
+    for _ in range(50):  # a thread may be looking at the round just now
+        gc.collect()
+        if watch() is None:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_case_33_no_round_keeps_the_optimizer_alive() -> None:
+    for alive in run_world(2, optimizer_given_up_survives):
+        assert not alive
