@@ -211,14 +211,13 @@ void LocalBoard::give_up(uint64_t number, const std::string& why) {
   TORCH_CHECK(false, why);
 }
 
-void LocalBoard::look_for_the_dead(uint64_t number) {
+int64_t LocalBoard::first_dead(uint64_t number) const {
   for (int64_t rank = 0; rank < world_; ++rank) {
     const auto missing = [&] { return posted(rank).load(std::memory_order_acquire) < number; };
     // Once more at the end: what it has posted before it died counts.
-    if (rank != rank_ && missing() && !alive(rank) && missing()) {
-      give_up(number, c10::str("rank ", rank, " of the group has ended or dropped its optimizer"));
-    }
+    if (rank != rank_ && missing() && !alive(rank) && missing()) return rank;
   }
+  return -1;
 }
 
 void LocalBoard::sleep_until_posted(uint64_t number, double seconds) {
@@ -232,17 +231,20 @@ void LocalBoard::sleep_until_posted(uint64_t number, double seconds) {
 
 LocalExchange::LocalExchange(std::shared_ptr<LocalBoard> board,
                              std::shared_ptr<LocalBoard::Message> message)
-    : board_(std::move(board)), message_(std::move(message)) {}
+    : board_(std::move(board)), message_(std::move(message)), looked_(seconds_now()) {}
 
 bool LocalExchange::ready() {
   const std::lock_guard<std::mutex> guard(board_->mutex_);
   board_->advance();
-  return message_->complete || board_->broken(message_->number);
+  if (message_->complete || board_->broken(message_->number)) return true;
+  const double now = seconds_now();
+  if (now - looked_ < kLookEverySeconds) return false;
+  looked_ = now;
+  return board_->first_dead(board_->num_read_ + 1) >= 0;  // wait() says so
 }
 
 at::Tensor LocalExchange::wait(double timeout_s) {
   const double start = seconds_now();
-  double looked = start;
   for (;;) {
     uint64_t next;
     {
@@ -257,9 +259,13 @@ at::Tensor LocalExchange::wait(double timeout_s) {
     if (now - start > timeout_s) {
       board_->give_up(next, c10::str("no answer within ", timeout_s, " s"));
     }
-    if (now - looked > kLookEverySeconds) {
-      looked = now;
-      board_->look_for_the_dead(next);
+    if (now - looked_ > kLookEverySeconds) {
+      looked_ = now;
+      const int64_t dead = board_->first_dead(next);
+      if (dead >= 0) {
+        board_->give_up(
+            next, c10::str("rank ", dead, " of the group has ended or dropped its optimizer"));
+      }
       raise_if_interrupted();
     }
     board_->sleep_until_posted(next, kLookEverySeconds);

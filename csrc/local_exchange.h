@@ -54,7 +54,7 @@ class LocalBoard : public std::enable_shared_from_this<LocalBoard> {
   void read(Message& message);
   [[noreturn]] void give_up(uint64_t number, const std::string& why);
   void sleep_until_posted(uint64_t number, double seconds);
-  void look_for_the_dead(uint64_t number);
+  int64_t first_dead(uint64_t number) const;  // a rank that will not post it; -1 if there is none
 
   const int fd_;
   const int64_t rank_, world_;
@@ -81,6 +81,7 @@ class LocalExchange {
  private:
   const std::shared_ptr<LocalBoard> board_;
   const std::shared_ptr<LocalBoard::Message> message_;
+  double looked_;  // when for ranks that have died
 };
 
 }  // namespace dynzero

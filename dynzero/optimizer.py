@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from . import construction, lazy, norms, presence, reduction, state
+from . import construction, joining, lazy, norms, presence, reduction, state
 from .construction import Options
 from .discard import Discards
 from .fused import Seen
@@ -314,16 +314,16 @@ class ZeroOptimizer(Optimizer):
         A rank that has left its loop contributes nothing to the others' steps but follows them, so
         that all ranks hold the same parameters in the end. Gradients that it has not stepped with
         are dropped, in stage 2 those that have not been reduced yet; all `p.grad` are None then. An
-        exception leaves without joining.
+        exception leaves without joining. Joins of several optimizers, one inside the other, end
+        together with the outermost.
         """
         if self._repeated is not None:
             raise ValueError(
                 "join: a rank that has left its loop does not repeat the first window; build the "
                 "optimizer with presence='exact'"
             )
-        yield
-        if self._control.world > 1:
-            presence.shadow(self)
+        with joining.joined(self):
+            yield
 
     # Norms, gradients, scale.
 

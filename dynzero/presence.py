@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import construction, norms, reduction, state
+from . import construction, reduction
 from .discard import drop_window, lost, settle
 from .fused import Seen
 from .ops import Range
@@ -382,66 +382,3 @@ def tell(opt: ZeroOptimizer, mine: Message, bits: Tensor) -> RuntimeError:
     else:
         opt._rounds.push(heard(exchange))
     return lost(opt)
-
-
-def shadow(opt: ZeroOptimizer) -> None:
-    """After join(): do, with nothing of our own, what the others do, until all have joined."""
-    finish_unless_lost(opt)
-    for p in opt._params:
-        p.grad = None  # nobody counts on them, and what follows would not leave them as they are
-    while True:
-        local, complaint = read_with_values(opt)
-        opt._outcomes.poll()
-        local.drop()
-        mine = message(opt, Action.JOIN, complaint)
-        agreed = opt._control.exchange(mine, message_bits(opt, local.bits, joined=True))
-        if any(m.trouble == LOST for m in agreed.messages):
-            lost(opt)  # not this rank's business, but it counts anew like all
-            continue
-        if judge(opt, agreed, complaint):
-            continue
-        others = [m for m in agreed.messages if m.action is not Action.JOIN]
-        if not others:
-            adopt_scaler(opt)
-            return
-        with torch.no_grad():
-            follow(opt, local, mine, agreed, others[0])
-
-
-def adopt_scaler(opt: ZeroOptimizer) -> None:
-    """All have joined: a GradScaler becomes what that of the rank that trained longest is."""
-    scaler = opt._scaler()
-    progress = opt._control.gather_objects(None if scaler is None else scaler.progress)
-    known = [theirs for theirs in progress if theirs is not None]
-    if scaler is not None and known:
-        scaler.adopt(max(known))
-
-
-def finish_unless_lost(opt: ZeroOptimizer) -> None:
-    """Finish the rounds. That others count on a window given up here is not our business now."""
-    while opt._rounds is not None:
-        try:
-            opt._rounds.finish()
-            return
-        except RuntimeError as error:
-            if error is not opt._discards.told:
-                raise
-
-
-def follow(opt: ZeroOptimizer, local: Local, mine: Message, agreed: Agreed, other: Message) -> None:
-    if agreed.any_at(Action.ROUND):
-        take_part(opt, agreed)
-        return
-    take_back(opt, mine, agreed)
-    if other.action is Action.STEP:
-        opt._perform_step(local, agreed)
-    elif other.action is Action.GRAD_NORM:
-        norms.total(opt, reduction.reduce(opt, local, agreed), other.detail[0])
-    elif other.action is Action.CLIP:
-        norms.clip(opt, reduction.reduce(opt, local, agreed), *other.detail)
-    elif other.action is Action.FULL_GRAD:
-        norms.full_grad(opt, local, agreed, int(other.detail[0]))
-    elif other.action is Action.STATE:
-        state.gather_whole(opt, keep=False)
-    elif other.action is Action.UNSCALE:
-        norms.unscale(opt, local, agreed, torch.zeros((), dtype=torch.float32, device="cpu"))
