@@ -276,14 +276,9 @@ def build_mover(control: Control, layout: Layout, device: torch.device, group: A
 
 def describe(opt: ZeroOptimizer) -> list[str]:
     """One line for each thing that must be the same on every rank."""
-    o = opt._options
     lines = [
         f"optimizer {opt._class.__module__}.{opt._class.__name__}",
-        f"stage {o.stage}",
-        f"max_grad_norm {o.max_grad_norm}, check_finite {o.check_finite}, fused {o.fused}",
-        f"loss_scale {o.loss_scale}",
-        f"wire_dtype {o.wire_dtype}, bucket_bytes {o.bucket_bytes}, transport {o.transport}",
-        f"sync_params {o.sync_params}, gather {o.gather}",
+        *(f"{key} {value}" for key, value in vars(opt._options).items()),
         f"device type {opt._device.type}",
         f"{len(opt.param_groups)} parameter groups",
         f"{opt._layout.size} parameters",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,6 +12,8 @@ from scenario import snapshot
 from test_bad_input import OPTIM, Call, construct, model_of_rank, with_option
 from torch import Tensor, nn
 from world import check_words, message_of, outcome_of, run_world
+
+from dynzero.construction import Options
 
 
 # Arguments that are good alone, but not together: what rank 1 has, and what the error must say.
@@ -72,8 +75,14 @@ DIFFERENCES: dict[str, Differs] = {
         "bucket_bytes": 4096,
         "fused": False,
         "sync_params": False,
+        "presence": "static",
+        "gather": "lazy",
     }.items()
 }
+
+
+def test_every_option_is_compared() -> None:
+    assert {f.name for f in dataclasses.fields(Options)} - {"transport"} <= DIFFERENCES.keys()
 
 
 def different_on_last_rank(rank: int, world: int) -> dict[str, tuple[str, dict[str, Tensor]]]:
