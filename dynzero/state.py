@@ -176,7 +176,11 @@ def run_pre_hooks(opt: ZeroOptimizer, state_dict: dict[str, Any]) -> dict[str, A
 def check_tag(opt: ZeroOptimizer, own: dict[str, Any]) -> str:
     """ "shard" or "full"; ValueError for a shard of another place, KeyError for half a tag."""
     if own:
-        int(own["iteration"])
+        if type(own["iteration"]) is not int or own["iteration"] < 0:
+            raise ValueError(
+                "load_state_dict: 'dynzero' 'iteration': expected a number of steps, got "
+                f"{own['iteration']!r}"
+            )
         opt._scale.checked(own["loss_scale"])
     if own.get("format") != "shard":
         return "full"
@@ -256,6 +260,7 @@ def loaded_groups(
 ) -> list[dict[str, Any]]:
     """The groups as loading leaves them, of copies; `own` is what we have added to torch's."""
     ours = own["groups"] if own else [{}] * len(groups)
+    ours = [{key: group[key] for key in OURS if own} for group in ours]
     if len(ours) != len(groups):
         raise ValueError(
             f"load_state_dict: expected {len(groups)} entries in 'dynzero' 'groups', got "

@@ -69,6 +69,18 @@ def unknown_option(state: dict[str, Any]) -> None:
     state["dynzero"]["groups"][0]["absent"] = "bogus"
 
 
+def iteration_in_words(state: dict[str, Any]) -> None:
+    state["dynzero"]["iteration"] = "5"
+
+
+def half_an_iteration(state: dict[str, Any]) -> None:
+    state["dynzero"]["iteration"] = 2.5
+
+
+def drop_our_option(state: dict[str, Any]) -> None:
+    del state["dynzero"]["groups"][0]["average"]
+
+
 BROKEN: dict[str, tuple[Callable[[dict[str, Any]], None], tuple[str, ...]]] = {
     "group missing": (drop_group, ("parameter groups", "1", "0")),
     "parameter missing": (drop_parameter, ("parameters", "6", "5")),
@@ -82,6 +94,9 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], None], tuple[str, ...]]] = {
     "step in words": (step_in_words, ("step", "trunk.weight", "'a'")),
     "no counters": (drop_counters, ("taken",)),
     "no groups of ours": (drop_our_groups, ("groups", "1", "0")),
+    "iteration in words": (iteration_in_words, ("iteration", "'5'")),
+    "half an iteration": (half_an_iteration, ("iteration", "2.5")),
+    "no option of ours": (drop_our_option, ("average",)),
     "unknown option": (unknown_option, ("absent", "bogus", "'skip'")),
 }
 
