@@ -251,8 +251,9 @@ class ZeroOptimizer(Optimizer):
 
     def _end_window(self) -> None:
         self._window_number += 1
+        if self._rounds is not None:  # what zero_grad(set_to_none=False) leaves zeros for
+            self._touched = self._window.had.clone()
         if self._window.used:
-            self._touched = self._window.had  # what zero_grad(set_to_none=False) leaves zeros for
             self._window = Window(self._layout, self._device)
 
     # Around the step.
