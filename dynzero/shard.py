@@ -17,7 +17,7 @@ from .hooks import no_global_hooks
 from .layout import REAL_DTYPE, Layout, flat_view, shard_dtype
 from .ops import HYPER_COLUMNS, STATE_POINTERS, ops
 from .plan import Bucket, Plan
-from .reduced import Gradients, same, upload
+from .reduced import Gradients, capturing, same, upload
 
 # Keys of a parameter group that are ours or torch's bookkeeping, not the optimizer's options.
 NOT_OPTIONS = (*MEMBERS, "absent", "average")
@@ -162,6 +162,8 @@ class FusedShard(Shard):
     ) -> None:
         self.spec = spec
         self.state: dict[str, dict[int, Tensor]] = {key: {} for key in spec.keys}
+        empty = torch.empty(0, device=device)
+        self._device_table, self._hyper, self._rests = empty, empty, empty
         self._hyper_rows: list[list[float]] = []
         self._options_seen = Seen()
         self._table_is_old = True
@@ -203,7 +205,7 @@ class FusedShard(Shard):
     def begin(self, plan: Plan, grads: Gradients, groups: list[dict[str, Any]]) -> None:
         if self._table_is_old or not same(self._pointed, grads.param_ptrs):
             torch.add(grads.param_ptrs, self._offset_bytes, out=self._table[0])
-            self._device_table = upload(self._table, self.device)
+            self._device_table = renewed(self._device_table, self._table)
             self._table_is_old = False
         self._pointed = grads.param_ptrs
         if self.spec.keys == ("momentum_buffer",):
@@ -215,7 +217,7 @@ class FusedShard(Shard):
         rows = [self.spec.row(group) for group in groups]
         if rows != self._hyper_rows:
             hyper = torch.tensor(rows, dtype=torch.float64, device="cpu")
-            self._hyper = upload(hyper, self.device)
+            self._hyper = renewed(self._hyper, hyper)
             self._hyper_rows = rows
         for g, group in enumerate(groups):
             if isinstance(group["lr"], Tensor) and group["lr"].is_cuda:
@@ -235,7 +237,7 @@ class FusedShard(Shard):
             group_of = self.layout.group[plan.active]
             rests[plan.active[torch.isin(group_of, torch.tensor(resting, device="cpu"))]] = 1.0
             self._resting, self._resting_plan = resting, plan
-            self._rests = upload(rests, self.device)
+            self._rests = renewed(self._rests, rests)
         self.steps.sub_(self._rests * (grads.decided("found") == 0))
 
     def update(self, plan: Plan, bucket: Bucket, grads: Gradients, out: Tensor | None) -> None:
@@ -298,6 +300,19 @@ class FusedShard(Shard):
             pieces.clear()
         self._table.zero_()
         self._table_is_old = True
+
+
+def renewed(there: Tensor, table: Tensor) -> Tensor:
+    """A table of the CPU on the device, in the same place as the one before if that fits: a CUDA
+    graph that has been captured goes on reading it there.
+    """
+    if capturing(there.device):
+        raise RuntimeError(
+            "step() in a CUDA graph: options, or where parameters and state are, have changed "
+            "since the step before the capture; take another step, then capture"
+        )
+    new = upload(table, there.device)
+    return there.copy_(new) if there.shape == new.shape else new
 
 
 class TorchShard(Shard):

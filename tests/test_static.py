@@ -226,3 +226,60 @@ def test_gradients_that_move_are_not_captured() -> None:
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match="set_to_none=False"), torch.cuda.graph(graph):
         opt.step()
+
+
+def in_eager_and_replayed_steps(graphed: bool, change: Any) -> list[Tensor]:
+    """Steps on constant gradients: two, one captured, `change`, one eager, and one replayed."""
+    model = nn.Linear(300, 200, device="cuda")
+    for k, p in enumerate(model.parameters()):
+        p.data.fill_(1.0)
+        p.grad = torch.full_like(p, 0.5 + k)
+    opt = dynzero.ZeroOptimizer(
+        model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.5, presence="static"
+    )
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        opt.step()
+        opt.step()
+        if graphed:
+            with torch.cuda.graph(graph, stream=stream):
+                opt.step()
+        change(opt)
+        opt.step()
+        # Memory that had been given back would be handed out again here.
+        junk = [torch.full((size,), -1, device="cuda") for size in range(1, 3000, 7)]
+        graph.replay() if graphed else opt.step()
+    torch.cuda.synchronize()
+    del junk
+    return [p.detach().cpu() for p in model.parameters()]
+
+
+def other_rate(opt: dynzero.ZeroOptimizer) -> None:
+    opt.param_groups[0]["lr"] = 0.25
+
+
+def no_decay(opt: dynzero.ZeroOptimizer) -> None:
+    opt.param_groups[0]["weight_decay"] = 0.0
+
+
+@needs_gpus(1)
+@pytest.mark.cuda
+@pytest.mark.parametrize("change", [other_rate, lambda opt: None], ids=["lr", "nothing"])
+def test_a_replay_follows_what_an_eager_step_has_changed(change: Any) -> None:
+    replayed, eager = (in_eager_and_replayed_steps(graphed, change) for graphed in (True, False))
+    assert all(torch.equal(p, q) for p, q in zip(replayed, eager, strict=True))
+
+
+@needs_gpus(1)
+@pytest.mark.cuda
+@pytest.mark.parametrize("change", [other_rate, no_decay])
+def test_changed_options_are_not_captured(change: Any) -> None:
+    model, opt = build("cuda")
+    opt.backward(loss_of(model, "a", 0))
+    opt.step()
+    change(opt)
+    with (
+        pytest.raises(RuntimeError, match="take another step"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        opt.step()
