@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from .window import Mover
 if TYPE_CHECKING:
     from .optimizer import ZeroOptimizer
 
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 ABSENT = ("skip", "zero")
 AVERAGE = ("world", "present")
 
@@ -292,23 +294,22 @@ def describe(opt: ZeroOptimizer) -> list[str]:
 
 
 def hyperparameter_lines(groups: list[dict[str, Any]]) -> list[str]:
+    """The options of each group, a line each."""
     return [
-        f"group {g}: {key} = {value}"
-        for g, group in enumerate(hyperparameters(groups))
-        for key, value in group
+        f"group {g}: {key} = {spoken(value)}"
+        for g, group in enumerate(groups)
+        for key, value in sorted(group.items())
+        if key not in MEMBERS
     ]
 
 
-def hyperparameters(groups: list[dict[str, Any]]) -> list[list[tuple[str, Any]]]:
-    """The options of each group; a tensor on the GPU is not looked at, since that would wait."""
-    return [
-        [
-            (k, "on the device" if isinstance(v, Tensor) and v.is_cuda else number(v))
-            for k, v in sorted(group.items())
-            if k not in MEMBERS
-        ]
-        for group in groups
-    ]
+def spoken(value: Any) -> str:
+    """The same on ranks that have the same; a tensor on the GPU is not looked at, which would wait,
+    and of an object that only says where it is, its kind counts.
+    """
+    if isinstance(value, Tensor) and value.is_cuda:
+        return "on the device"
+    return ADDRESS.sub("", repr(number(value)))
 
 
 def number(value: Any) -> Any:

@@ -46,7 +46,7 @@ class Fingerprint:
 
     def of(self, groups: list[dict[str, Any]]) -> int:
         if not self._seen.again(groups):
-            self._value = construction.fingerprint(construction.hyperparameters(groups))
+            self._value = construction.fingerprint(construction.hyperparameter_lines(groups))
         return self._value
 
 

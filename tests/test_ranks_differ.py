@@ -11,8 +11,9 @@ from play import assert_close, assert_same_bits
 from scenario import snapshot
 from test_bad_input import OPTIM, Call, construct, model_of_rank, with_option
 from torch import Tensor, nn
-from world import check_words, message_of, outcome_of, run_world
+from world import check_words, expect_error, message_of, outcome_of, run_world
 
+import dynzero
 from dynzero.construction import Options
 
 
@@ -170,3 +171,29 @@ def test_a_group_of_other_values_is_refused_and_not_added(stage: int) -> None:
         assert (refused, added) == (1, 2)
         for name, value in snapshot(model).items():
             assert_close(snapshot(trained)[name], value, name)
+
+
+class Schedule:
+    """Known by where it is only."""
+
+
+def with_objects(rank: int, world: int, other: bool) -> list[float]:
+    """The groups hold objects of the user's; with `other` of different kinds."""
+    keep = [Schedule() for _ in range(5 * rank)]  # so that addresses differ
+    model = model_of_rank()
+    odd = model_of_rank if other and rank else Schedule()
+    group = {"params": list(model.parameters()), "schedule": odd, "of": [Schedule(), lambda: keep]}
+    opt = dynzero.ZeroOptimizer([group], torch.optim.SGD, lr=1.0)
+    for _ in range(2):
+        opt.backward(model.u.sum())
+        opt.step()
+        opt.zero_grad()
+        group = opt.param_groups[0]
+        group["schedule"] = Schedule()
+    return model.u.flatten().tolist()
+
+
+def test_objects_in_groups_are_compared_by_kind() -> None:
+    first, second = run_world(2, with_objects, False)
+    assert first == second
+    expect_error(2, with_objects, True, words=["schedule", "Schedule", "model_of_rank"])
