@@ -120,7 +120,7 @@ class PyTransport final : public Transport {
   }
 };
 
-// The Python side of bucket_mover.h and transport.h. No call keeps the GIL: any of them may wait.
+// The Python side of bucket_mover.h and transport.h. Calls that may wait do so without the GIL.
 void add_movers(py::module_& m) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::register_exception<TransportError>(m, "TransportError", PyExc_RuntimeError);
@@ -140,10 +140,10 @@ void add_movers(py::module_& m) {
         "For measurements: a Transport that writes as many bytes as would arrive (wrong ones) on "
         "the own device, or nothing.");
 
+  m.attr("IN_FLIGHT") = kInFlight;
   py::class_<GradStore, std::shared_ptr<GradStore>>(m, "GradStore",
                                                     "Gradients taken out of their parameters.")
       .def(py::init<>())
-      .def("keep", &GradStore::keep, py::arg("param"), py::arg("grad"))
       .def("get", &GradStore::get, py::arg("param"))
       .def("clear", &GradStore::clear);
   py::class_<Buckets, std::shared_ptr<Buckets>>(m, "Buckets", "A plan, as the movers read it.")
@@ -164,7 +164,7 @@ void add_movers(py::module_& m) {
                                                     "Sums gradients onto their owners.")
       .def_property_readonly("in_step", &Reduction::in_step)
       .def_property_readonly("sending", [](const Reduction&) { return false; })
-      .def("push_on", &Reduction::push_on, no_gil, py::arg("store"), py::arg("most_in_flight"))
+      .def("push_on", &Reduction::push_on, no_gil, py::arg("store"))
       .def("fold", &Reduction::fold, no_gil, py::arg("sumsq"))
       .def("ready", &Reduction::ready, no_gil)
       .def("receive", &Reduction::receive, no_gil);
@@ -193,31 +193,18 @@ void add_movers(py::module_& m) {
       .def("send", &Gathering::send, no_gil)
       .def_property_readonly("in_flight", &Gathering::in_flight)
       .def("receive", &Gathering::receive, no_gil);
-  m.def(
-      "update_and_gather",
-      [](Buckets& buckets, Gathering& gathering, int64_t kind, at::Tensor grad_ptrs,
-         at::Tensor state_ptrs, at::Tensor hyper, at::Tensor steps, at::Tensor status,
-         int64_t most_in_flight) {
-        const Update update{kind,
-                            std::move(grad_ptrs),
-                            std::move(state_ptrs),
-                            std::move(hyper),
-                            std::move(steps),
-                            std::move(status)};
-        update_and_gather(buckets, gathering, update, most_in_flight);
-      },
-      no_gil, "Updates the own pieces and gathers them, bucket by bucket.");
+  py::class_<Update>(m, "Update", "Arguments of update_shard that are the same for all buckets.")
+      .def(py::init<int64_t, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>(),
+           py::arg("kind"), py::arg("grad_ptrs"), py::arg("state_ptrs"), py::arg("hyper"),
+           py::arg("steps"), py::arg("status"));
+  m.def("update_and_gather", &update_and_gather, no_gil, py::arg("buckets"), py::arg("gathering"),
+        py::arg("update"), py::arg("receive"),
+        "Updates the own pieces and gathers them, bucket by bucket; receives them, or not yet.");
   m.def("summarize_in_place", &summarize_in_place, no_gil, py::arg("buckets"), py::arg("grad_ptrs"),
         py::arg("scale_state"),
         "The record of gradients that lie where they are, float64 [1, columns].");
-  m.def(
-      "update_in_place",
-      [](Buckets& buckets, int64_t kind, at::Tensor grad_ptrs, at::Tensor state_ptrs,
-         at::Tensor hyper, at::Tensor steps, at::Tensor status) {
-        update_in_place(buckets, {kind, std::move(grad_ptrs), std::move(state_ptrs),
-                                  std::move(hyper), std::move(steps), std::move(status)});
-      },
-      no_gil, "Updates whole parameters, bucket by bucket.");
+  m.def("update_in_place", &update_in_place, no_gil, py::arg("buckets"), py::arg("update"),
+        "Updates whole parameters, bucket by bucket.");
 }
 
 }  // namespace

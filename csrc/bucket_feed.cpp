@@ -15,8 +15,6 @@ namespace dynzero {
 
 namespace {
 
-// One bucket is packed while the one before it travels.
-constexpr int64_t kInFlight = 2;
 // So few tasks may wait for the thread of a TaskQueue that the stream of each rank gets its work in
 // the order of the program: a bucket has been sent by the time the next but one is full.
 constexpr size_t kTasks = 2;
@@ -150,9 +148,8 @@ bool BucketFeed::may_push() const {
 // The gradients of the next bucket, once.
 std::vector<int64_t> BucketFeed::take() {
   if (all_sent() || std::exchange(taken_, true)) return {};
-  const int64_t number = reduction_->num_buckets() - 1 - next_;
-  return scan_->take(reduction_->params(number), tables_.open, tables_.host_ptrs, tables_.bits,
-                     *store_);
+  return scan_->take(reduction_->params(next_number()), tables_.open, tables_.host_ptrs,
+                     tables_.bits, *store_);
 }
 
 void BucketFeed::close() {

@@ -135,10 +135,10 @@ void Reduction::receive() {
   rooms_.give_back(std::move(parcel.sent));
 }
 
-bool Reduction::push_on(GradStore& store, int64_t most_in_flight) {
+bool Reduction::push_on(GradStore& store) {
   while (true) {
     const bool all_sent = num_sent_ == num_buckets();
-    if (!all_sent && in_flight() < most_in_flight) {
+    if (!all_sent && in_flight() < kInFlight) {
       send(num_buckets() - 1 - num_sent_, store);
     } else if (in_flight() == 0) {
       return true;
@@ -227,7 +227,7 @@ void Gathering::receive() {
 }
 
 void update_and_gather(const Buckets& buckets, Gathering& gathering, const Update& update,
-                       int64_t most_in_flight) {
+                       bool receive) {
   for (int64_t number = 0; number < static_cast<int64_t>(buckets.list.size()); ++number) {
     const Bucket& bucket = buckets.at(number);
     const at::Tensor mine = gathering.room(number);
@@ -235,9 +235,9 @@ void update_and_gather(const Buckets& buckets, Gathering& gathering, const Updat
                  shard_dtype(bucket.dtype), update.state_ptrs, bucket.dtype, mine, update.hyper,
                  update.steps, update.status);
     gathering.send();
-    if (gathering.in_flight() == most_in_flight) gathering.receive();
+    if (receive && gathering.in_flight() == kInFlight) gathering.receive();
   }
-  while (gathering.in_flight() > 0) gathering.receive();
+  while (receive && gathering.in_flight() > 0) gathering.receive();
 }
 
 at::Tensor summarize_and_gather(const Buckets& buckets, Transport& transport,
@@ -262,8 +262,7 @@ at::Tensor summarize_in_place(const Buckets& buckets, const at::Tensor& grad_ptr
   for (const Bucket& bucket : buckets.list) {
     const int64_t size = bucket.own_chunks.numel();
     check_shard(buckets.rows, bucket.own_chunks, grad_ptrs, bucket.dtype,
-                size == num_chunks ? partials : part_of(partials, bucket.first_own, size),
-                nonfinite);
+                part_of(partials, bucket.first_own, size), nonfinite);
   }
   fold_sums(buckets.rows, partials, false, 1, sumsq);
   summarize_shard(buckets.rows, sumsq, nonfinite, scale_state, record);

@@ -19,6 +19,9 @@
 
 namespace dynzero {
 
+// Buckets on their way at once: one is being packed while the one before it travels.
+inline constexpr int64_t kInFlight = 2;
+
 // Gradients taken out of their parameters, kept until they have been packed. One thread may keep
 // some while another drops others. What is dropped is freed outside the lock: that may need the
 // GIL.
@@ -101,8 +104,8 @@ class Reduction {
   void receive();
   // Sends and receives what it can without the host waiting, the last buckets first, which is the
   // order in which backward completes them. True when all are there; if not, receive() is next.
-  bool push_on(GradStore& store, int64_t most_in_flight);
-  // All are there: adds their squares to sumsq, float64 [params].
+  bool push_on(GradStore& store);
+  // All are there: writes the sums of their squares into sumsq, float64 [params].
   void fold(const at::Tensor& sumsq) const;
 
  private:
@@ -182,9 +185,10 @@ struct Update {
   at::Tensor status;
 };
 
-// Updates the own pieces of reduced gradients, bucket by bucket, and gathers them.
+// Updates the own pieces of reduced gradients, bucket by bucket, and gathers them. Those that are
+// not to be received here stay on their way.
 void update_and_gather(const Buckets& buckets, Gathering& gathering, const Update& update,
-                       int64_t most_in_flight);
+                       bool receive);
 
 // Sums of squares and flags of reduced gradients, as every rank has found them: float64 [world,
 // kRecordColumns].

@@ -75,7 +75,7 @@ struct GradWatch::State {
     const int current = torch::autograd::get_current_graph_task_id();
     if (current != task) {
       if (current == ignored_task) return;
-      if (!meet(current).cast<bool>()) {
+      if (!meet().cast<bool>()) {
         ignored_task = current;
         return;
       }

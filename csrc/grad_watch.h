@@ -17,7 +17,7 @@ namespace dynzero {
 
 class GradWatch {
  public:
-  // Both are called inside hooks. meet(task) -> bool, at the first gradient of a pass: is the pass
+  // Both are called inside hooks. meet() -> bool, at the first gradient of a pass: is the pass
   // to be followed? It calls begin() if so. progress(), while one is followed: now and then as long
   // as there is no feed, and whenever the feed needs its owner. Work is queued on the CUDA stream
   // `stream_id` only; a hook that finds itself elsewhere calls progress().

@@ -260,7 +260,7 @@ def build_shard(opt: ZeroOptimizer) -> Shard:
     return TorchShard(opt._params, opt._layout, opt._device, whole, build)
 
 
-def build_mover(control: Control, layout: Layout, device: torch.device, group: Any) -> Mover | None:
+def build_mover(control: Control, device: torch.device, group: Any) -> Mover | None:
     """The transport, the same kind on every rank; None for one process."""
     if control.world == 1:
         return None
@@ -270,7 +270,7 @@ def build_mover(control: Control, layout: Layout, device: torch.device, group: A
     except ValueError as caught:
         error = caught
     control.raise_together(error)
-    return Mover(layout, device, Collective(group, control, device))
+    return Mover(control.world, device, Collective(group, control, device))
 
 
 # Comparing ranks.
@@ -285,7 +285,7 @@ def describe(opt: ZeroOptimizer) -> list[str]:
         f"{len(opt.param_groups)} parameter groups",
         f"{opt._layout.size} parameters",
     ]
-    for p, name, g in zip(opt._params, opt._names, opt._layout.group.tolist(), strict=True):
+    for p, name, g in zip(opt._params, opt._layout.names, opt._layout.group.tolist(), strict=True):
         lines.append(
             f"parameter '{name}': shape {tuple(p.shape)}, dtype {p.dtype}, memory order "
             f"{memory_order(p)}, group {g}"
@@ -393,7 +393,7 @@ def add_group(opt: ZeroOptimizer, group: dict[str, Any], add: Callable[[Any], No
     error: Exception | None = None
     lines: list[str] = []
     try:
-        known = {id(p): name for p, name in zip(opt._params, opt._names, strict=True)}
+        known = {id(p): name for p, name in zip(opt._params, opt._layout.names, strict=True)}
         (checked,) = without_duplicates([group], known)
         add(checked)
         checked_spec(opt, opt.param_groups, may_zero=True)
@@ -431,14 +431,14 @@ def commit_group(
 ) -> None:
     new = params[opt._layout.size :]
     opt._params[:] = params
-    opt._names, opt._layout = names, layout
+    opt._layout = layout
     opt._reader = Reader(opt._params, layout, opt._device)
     opt._plans.clear()
     opt._may_zero = any(group["absent"] == "zero" for group in opt.param_groups)
     opt._touched = torch.nn.functional.pad(
         opt._touched, (0, layout.bit_bytes - opt._touched.numel())
     )
-    opt._window.grow(layout)
+    opt._window = opt._window.grown(layout)
     opt._shard.grow(layout)
     opt._shard.staged = opt._reader.staged
     supersede(new)
@@ -446,5 +446,3 @@ def commit_group(
         opt._rounds.watch(new)
     if opt._arrivals is not None:
         opt._arrivals.watch(new)
-    if opt._mover is not None:
-        opt._mover.layout = layout

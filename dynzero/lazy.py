@@ -48,7 +48,7 @@ class Sent:
     ) -> None:
         self.gathering, self.plan, self.ptrs, self.params = gathering, plan, ptrs, params
         self.received = 0
-        self._addresses = grads.param_ptrs.tolist()
+        self._addresses = grads.local.ptrs[1].tolist()
         self._versions = {i: params[i]._version for i in plan.indices}
         self._aside: list[Tensor] = []  # receives what has no place any more
 

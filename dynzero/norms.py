@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import reduction
-from .layout import overlaps, shard_dtype, unflatten
+from .layout import overlaps, unflatten
 from .ops import RECORD_COLUMNS, ops
 from .reduced import Gradients, Local
 from .transports.control import NO_DETAIL, Agreed
@@ -107,13 +107,16 @@ def full_grad(opt: ZeroOptimizer, local: Local, agreed: Agreed, index: int) -> T
     grads = reduction.reduce(opt, local, agreed, only=index)
     if grads is None or index not in grads.plan.indices:
         return None
-    param, flat = opt._params[index], grads.averaged(index)
+    return whole_tensor(opt, index, grads.averaged(index))
+
+
+def whole_tensor(opt: ZeroOptimizer, i: int, piece: Tensor) -> Tensor:
+    """Collective: the tensor, in the shape of parameter i, of which each rank holds a piece."""
     if opt._mover is not None and not opt._shard.whole:
-        padded = torch.zeros(int(opt._layout.piece[index]), dtype=flat.dtype, device=flat.device)
-        padded[: flat.numel()] = flat
-        flat = opt._mover.gather_rows(padded).view(-1)[: int(opt._layout.numel[index])]
-    assert flat.dtype == shard_dtype(flat.dtype)
-    return unflatten(flat, param)
+        padded = torch.zeros(int(opt._layout.piece[i]), dtype=piece.dtype, device=piece.device)
+        padded[: piece.numel()] = piece
+        piece = opt._mover.gather_rows(padded).view(-1)[: int(opt._layout.numel[i])]
+    return unflatten(piece, opt._params[i])
 
 
 def unscale(

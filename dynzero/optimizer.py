@@ -90,9 +90,7 @@ class ZeroOptimizer(Optimizer):
             error = caught
         self._control.raise_together(error)
         construction.agree_on_setup(self._control, construction.describe(self))
-        self._mover = construction.build_mover(
-            self._control, self._layout, self._device, process_group
-        )
+        self._mover = construction.build_mover(self._control, self._device, process_group)
         if self._mover is not None:
             construction.sync_params(self._control, self._mover.collective, self._params,
                               self._layout.names, sync_params)  # fmt: skip
@@ -111,10 +109,10 @@ class ZeroOptimizer(Optimizer):
         torch_defaults, self._state_keys = construction.probe(cls, defaults)
         own = {"absent": options.absent, "average": options.average}
         super().__init__(construction.without_duplicates(params), {**torch_defaults, **own})
-        self._params, self._names, group_of = construction.flatten_groups(self.param_groups)
-        self._device = construction.common_device(self._params, self._names)
+        self._params, names, group_of = construction.flatten_groups(self.param_groups)
+        self._device = construction.common_device(self._params, names)
         self._layout = build_layout(
-            self._params, self._names, group_of, world=self._control.world,
+            self._params, names, group_of, world=self._control.world,
             rank=self._control.rank, wire_dtype=options.wire_dtype,
         )  # fmt: skip
         self._spec = construction.choose_spec(cls, self.param_groups, options.fused)
@@ -244,8 +242,10 @@ class ZeroOptimizer(Optimizer):
 
     def _update_and_send(self, grads: Gradients, arrivals: lazy.Arrivals) -> None:
         assert self._mover is not None
-        ptrs = upload(grads.param_ptrs, self._device)  # of its own: Sent may change it
-        gathering = self._mover.update_and_send(grads.plan, self._shard, grads, ptrs)
+        ptrs = upload(grads.local.ptrs[1], self._device)  # of its own: Sent may change it
+        gathering = self._mover.update_and_gather(
+            grads.plan, self._shard, grads, ptrs, receive=False
+        )
         sent = lazy.Sent(gathering, grads.plan, grads, ptrs, self._params)
         arrivals.expect(sent, self._reader)
 

@@ -64,11 +64,8 @@ class Plan:
     @cached_property
     def own_chunks(self) -> tuple[Tensor, ...]:
         """`table.own_chunks` of each bucket."""
-        return self.by_bucket(self.table.own_chunks)
-
-    def by_bucket(self, values: Tensor) -> tuple[Tensor, ...]:
-        """Cut a tensor with one entry for each of `table.own_chunks`."""
-        return tuple(values.split([b.own.stop - b.own.start for b in self.buckets]))
+        counts = [b.own.stop - b.own.start for b in self.buckets]
+        return tuple(self.table.own_chunks.split(counts))
 
     @cached_property
     def compiled(self) -> Any:
@@ -172,7 +169,7 @@ def make_plan(
     classes = layout.class_index[active].tolist()
     piece = layout.piece[active]
     bounds = bucket_bounds(layout, classes, piece.tolist(), bucket_bytes)
-    offset, bases, strides = bucket_offsets(piece, bounds)
+    offset, strides = bucket_offsets(piece, bounds)
 
     rows = torch.zeros(len(classes), len(COLUMNS), dtype=torch.int64, device="cpu")
     rows[:, COLUMNS["numel"]] = layout.numel[active]
@@ -238,10 +235,8 @@ def bucket_bounds(
     return bounds
 
 
-def bucket_offsets(
-    piece: Tensor, bounds: list[tuple[int, int]]
-) -> tuple[Tensor, list[int], list[int]]:
-    """Slot offsets within each bucket, and each bucket's base and stride, in elements."""
+def bucket_offsets(piece: Tensor, bounds: list[tuple[int, int]]) -> tuple[Tensor, list[int]]:
+    """Slot offsets within each bucket, and each bucket's stride, in elements."""
     ends = torch.cumsum(piece, 0)
     before = ends - piece
     bases = [int(before[a]) for a, _ in bounds]
@@ -250,7 +245,7 @@ def bucket_offsets(
     base_of_row = torch.repeat_interleave(
         torch.tensor(bases, dtype=torch.int64, device="cpu"), counts
     )
-    return before - base_of_row, bases, strides
+    return before - base_of_row, strides
 
 
 def indices_of(bits: Tensor, size: int) -> Tensor:

@@ -58,14 +58,13 @@ def message(
     when: tuple[int, int] | None = None,
 ) -> Message:
     """when: clears and given_up of a message that may be sent later than it is due."""
-    alone = opt._control.world == 1  # nobody to tell
     in_backward = action in (Action.ROUND, Action.CLEAR)
     return Message(
         opt._iteration,
         opt._window_number,
         opt._window.rounds,
         action,
-        0 if alone else opt._fingerprint.of(opt.param_groups),
+        opt._fingerprint.of(opt.param_groups),
         COMPLAINT
         if complaint is not None
         else EXHAUSTED
@@ -123,7 +122,7 @@ def replaced(opt: ZeroOptimizer) -> ValueError | None:
     i = opt._reader.scan.first_other([group["params"] for group in opt.param_groups])
     if i < 0:
         return None
-    name = opt._names[i] if i < opt._layout.size else "one more"
+    name = opt._layout.names[i] if i < opt._layout.size else "one more"
     return ValueError(
         f"parameter '{name}' in param_groups is not the object that it was; expected those "
         "given at construction: use add_param_group, or build a new optimizer"
@@ -232,8 +231,6 @@ def judge(opt: ZeroOptimizer, agreed: Agreed, complaint: Exception | None) -> bo
     if any(m.trouble == COMPLAINT for m in agreed.messages):
         opt._control.raise_together(complaint)
     raise_exhaustion(opt, any(m.trouble == EXHAUSTED for m in agreed.messages))
-    if opt._control.world == 1:
-        return False
     difference = first_difference(agreed.messages, opt._control.ranks)
     if difference is not None:
         raise RuntimeError(difference)

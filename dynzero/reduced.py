@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._build import load_extension
 from .layout import Layout, dense_strides, flat_copy, flat_view, is_dense, shard_dtype
 from .loss_scale import ScaleState
 from .ops import STATUS_FIELDS, ops
 from .plan import Bucket, Plan
-from .transports.collective import IN_FLIGHT, Collective
+from .transports.collective import Collective
 
 
 @dataclass
@@ -34,7 +33,7 @@ class Local:
     bits: Tensor
     own: dict[int, Tensor] = field(default_factory=dict)
     captured: bool = False
-    taken: Any = field(default_factory=load_extension().GradStore)
+    taken: Any = field(default_factory=ops.GradStore)
 
     @property
     def located(self) -> bool:
@@ -45,7 +44,7 @@ class Local:
         """Reduce what there is, bucket by bucket; yields what to wait for."""
         while True:
             with collective.naming_ranks():
-                if reduction.push_on(self.taken, IN_FLIGHT):
+                if reduction.push_on(self.taken):
                     return
             yield reduction
             with collective.naming_ranks():
@@ -68,7 +67,7 @@ class Reader:
 
     def __init__(self, params: list[Tensor], layout: Layout, device: torch.device) -> None:
         self.params, self.layout, self.device = params, layout, device
-        self.scan = load_extension().ParamScan(params)
+        self.scan = ops.ParamScan(params)
         self._grads_there, self._params_there = Uploaded(device), Uploaded(device)
         self.staged = {i: flat_copy(p.detach(), p) for i, p in enumerate(params) if not is_dense(p)}
 
@@ -204,14 +203,12 @@ def regular_grad(p: Tensor, grad: Tensor) -> Tensor:
 class Gradients:
     """Gradients ready for a step: summed over ranks and micro-batches, not yet divided.
 
-    host_ptrs, param_ptrs: int64 [params] on the CPU; ptrs: host_ptrs on the device. in_place: they
-    are the parameters' own `.grad`, in the parameter's dtype; otherwise pieces in the shard dtype.
+    host_ptrs: int64 [params] on the CPU; ptrs: the same on the device. in_place: they are the
+    parameters' own `.grad`, in the parameter's dtype; otherwise pieces in the shard dtype.
     """
 
     plan: Plan
-    layout: Layout
     host_ptrs: Tensor
-    param_ptrs: Tensor
     ptrs: Tensor
     buffers: list[Tensor]
     in_place: bool
@@ -246,7 +243,7 @@ class Gradients:
         if self.in_place:
             return self.reader.tensor(self.local, i)
         address, numel = int(self.host_ptrs[i]), int(self.own[i])
-        dtype = shard_dtype(self.layout.dtypes[i])
+        dtype = shard_dtype(self.plan.layout.dtypes[i])
         for buffer in self.buffers:
             offset = (address - buffer.data_ptr()) // dtype.itemsize
             if buffer.dtype == dtype and 0 <= offset and offset + numel <= buffer.numel():

@@ -144,11 +144,10 @@ def gradients_in_place(
         if plan is None:
             return None
         opt._plans.keep(bits, plan)
-    host_ptrs, param_ptrs = local.ptrs
     return Gradients(
-        plan=plan, layout=opt._layout, host_ptrs=host_ptrs, param_ptrs=param_ptrs,
-        ptrs=opt._reader.grad_ptrs(local), buffers=[], in_place=True, local=local,
-        reader=opt._reader, present=active, own=opt._layout.numel, scaling=opt._scale,
+        plan=plan, host_ptrs=local.ptrs[0], ptrs=opt._reader.grad_ptrs(local), buffers=[],
+        in_place=True, local=local, reader=opt._reader, present=active,
+        own=opt._layout.numel, scaling=opt._scale,
     )  # fmt: skip
 
 
@@ -161,7 +160,7 @@ def gradients_of(
         ptrs, buffers = opt._mover.gather_grads(plan, window)
         own, there = opt._layout.numel, None
     return Gradients(
-        plan=plan, layout=opt._layout, host_ptrs=ptrs, param_ptrs=local.ptrs[1],
+        plan=plan, host_ptrs=ptrs,
         ptrs=upload(ptrs, opt._device) if there is None else there, buffers=buffers, in_place=False,
         local=local, reader=opt._reader, present=present, own=own, scaling=opt._scale,
         sumsq=window.sumsq, nonfinite=window.nonfinite,

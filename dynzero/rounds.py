@@ -150,7 +150,7 @@ class Rounds:
         weakref.finalize(self, remove_all, self._handles)
         me = weakref.ref(self)
 
-        def meet(task: int) -> bool:
+        def meet() -> bool:
             rounds = me()
             return rounds is not None and rounds._meet()
 

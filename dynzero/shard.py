@@ -107,22 +107,19 @@ class Shard:
             self.update(plan, bucket, grads, None)
 
     def update_and_gather(
-        self, plan: Plan, grads: Gradients, gathering: Any, most_in_flight: int
+        self, plan: Plan, grads: Gradients, gathering: Any, *, receive: bool
     ) -> None:
-        """Update bucket by bucket; each goes out by `gathering` while the next one is updated."""
-        for bucket in plan.buckets:
-            self.update(plan, bucket, grads, gathering.room(bucket.number))
-            gathering.send()
-            if gathering.in_flight == most_in_flight:
-                gathering.receive()
-        while gathering.in_flight:
-            gathering.receive()
+        """Update bucket by bucket; each goes out by `gathering` while the next one is updated.
 
-    def update_and_send(self, plan: Plan, grads: Gradients, gathering: Any) -> None:
-        """Update and send bucket by bucket, and receive none."""
+        receive: do so with all; otherwise they stay on their way.
+        """
         for bucket in plan.buckets:
             self.update(plan, bucket, grads, gathering.room(bucket.number))
             gathering.send()
+            if receive and gathering.in_flight == ops.IN_FLIGHT:
+                gathering.receive()
+        while receive and gathering.in_flight:
+            gathering.receive()
 
     def entries(self, i: int) -> dict[str, Any]:
         """State of parameter i, tensors of the own piece's size or 0-dim; empty if none yet."""
@@ -150,7 +147,7 @@ class Shard:
 
 
 class FusedShard(Shard):
-    """State updated by `torch.ops.dynzero.update_shard`."""
+    """State updated by the kernel update_shard."""
 
     def __init__(
         self,
@@ -203,11 +200,11 @@ class FusedShard(Shard):
             self._table[STATE_POINTERS[name], i] = 0 if tensor is None else tensor.data_ptr()
 
     def begin(self, plan: Plan, grads: Gradients, groups: list[dict[str, Any]]) -> None:
-        if self._table_is_old or not same(self._pointed, grads.param_ptrs):
-            torch.add(grads.param_ptrs, self._offset_bytes, out=self._table[0])
+        if self._table_is_old or not same(self._pointed, grads.local.ptrs[1]):
+            torch.add(grads.local.ptrs[1], self._offset_bytes, out=self._table[0])
             self._device_table = renewed(self._device_table, self._table)
             self._table_is_old = False
-        self._pointed = grads.param_ptrs
+        self._pointed = grads.local.ptrs[1]
         if self.spec.keys == ("momentum_buffer",):
             self._count_with_momentum(plan, grads, groups)
         if not self._options_seen.again(groups):
@@ -259,18 +256,18 @@ class FusedShard(Shard):
         if not grads.in_place:
             super().update_whole(plan, grads)
             return
-        ops.update_in_place(
-            plan.compiled, self.spec.kind, grads.ptrs, self._device_table, self._hyper, self.steps,
-            grads.status,
-        )  # fmt: skip
+        ops.update_in_place(plan.compiled, self._updating(grads))
 
     def update_and_gather(
-        self, plan: Plan, grads: Gradients, gathering: Any, most_in_flight: int
+        self, plan: Plan, grads: Gradients, gathering: Any, *, receive: bool
     ) -> None:
-        ops.update_and_gather(
-            plan.compiled, gathering, self.spec.kind, grads.ptrs, self._device_table, self._hyper,
-            self.steps, grads.status, most_in_flight,
-        )  # fmt: skip
+        ops.update_and_gather(plan.compiled, gathering, self._updating(grads), receive)
+
+    def _updating(self, grads: Gradients) -> Any:
+        """What is the same for all buckets."""
+        return ops.Update(
+            self.spec.kind, grads.ptrs, self._device_table, self._hyper, self.steps, grads.status
+        )
 
     def entries(self, i: int) -> dict[str, Any]:
         if i not in self.live:

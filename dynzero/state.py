@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import construction, norms, presence
 from .fused import MEMBERS, FusedSpec
-from .layout import flat_copy, shard_dtype, unflatten
+from .layout import flat_copy, shard_dtype
 from .shard import FusedShard
 from .transports.control import Action
 
@@ -94,7 +94,7 @@ def gather_whole(
         whole = {}
         for key, value in entries(opt, i, steps).items():
             piece = isinstance(value, Tensor) and value.dim() > 0
-            value = whole_tensor(opt, i, value) if piece else detached(value)
+            value = norms.whole_tensor(opt, i, value) if piece else detached(value)
             if keep:
                 whole[key] = value.cpu() if to_cpu and piece else value
         if whole:
@@ -105,15 +105,6 @@ def gather_whole(
 def detached(value: Any) -> Any:
     """One number of the state; torch keeps step counts on the CPU."""
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
-
-
-def whole_tensor(opt: ZeroOptimizer, i: int, piece: Tensor) -> Tensor:
-    """Collective: the tensor, in the parameter's shape, of which each rank holds a piece."""
-    if opt._mover is not None and not opt._shard.whole:
-        padded = torch.zeros(int(opt._layout.piece[i]), dtype=piece.dtype, device=piece.device)
-        padded[: piece.numel()] = piece
-        piece = opt._mover.gather_rows(padded).view(-1)[: int(opt._layout.numel[i])]
-    return unflatten(piece, opt._params[i])
 
 
 # Loading.
@@ -160,7 +151,7 @@ def summary(
     for i, (state, _) in sorted(loaded.items()):
         step = state.get("step")
         number = step.item() if isinstance(step, Tensor) else step
-        lines.append(f"loaded state of '{opt._names[i]}': {sorted(state)}, step {number}")
+        lines.append(f"loaded state of '{opt._layout.names[i]}': {sorted(state)}, step {number}")
     groups = torch_groups(state_dict["param_groups"])
     return lines + [f"loaded {line}" for line in construction.hyperparameter_lines(groups)]
 
@@ -207,7 +198,7 @@ def match_params(opt: ZeroOptimizer, state_dict: dict[str, Any]) -> dict[int, in
             f"load_state_dict: expected {len(opt.param_groups)} parameter groups, got {len(saved)}"
         )
     order: dict[int, int] = {}
-    index = {name: i for i, name in enumerate(opt._names)}
+    index = {name: i for i, name in enumerate(opt._layout.names)}
     first = 0
     for g, (theirs, ours) in enumerate(zip(saved, opt.param_groups, strict=True)):
         if len(theirs["params"]) != len(ours["params"]):
@@ -232,8 +223,9 @@ def check_entries(opt: ZeroOptimizer, i: int, state: dict[str, Any]) -> None:
     missing = [k for k in opt._state_keys if state.get(k) is None and k not in OPTIONAL]
     if set(state) - {"master"} and missing:
         raise ValueError(
-            f"load_state_dict: the state of parameter '{opt._names[i]}' has no '{missing[0]}', "
-            f"expected {list(opt._state_keys)} of {opt._class.__name__}, got {list(state)}"
+            f"load_state_dict: the state of parameter '{opt._layout.names[i]}' has no "
+            f"'{missing[0]}', expected {list(opt._state_keys)} of {opt._class.__name__}, got "
+            f"{list(state)}"
         )
 
 
@@ -282,7 +274,7 @@ def is_number(opt: ZeroOptimizer, i: int, key: str, value: Any) -> bool:
 
 
 def number_of(opt: ZeroOptimizer, i: int, key: str, value: Any) -> Any:
-    name = opt._names[i]
+    name = opt._layout.names[i]
     # A copy: it may be a view of our own counts, which are cleared before anything is loaded.
     if isinstance(value, Tensor):
         if value.numel() != 1:
@@ -304,7 +296,7 @@ def number_of(opt: ZeroOptimizer, i: int, key: str, value: Any) -> Any:
 
 def piece_of(opt: ZeroOptimizer, i: int, key: str, value: Any, form: str) -> Any:
     """This rank's piece of one loaded state entry, in the update dtype; numbers as they are."""
-    p, name = opt._params[i], opt._names[i]
+    p, name = opt._params[i], opt._layout.names[i]
     if value is None:
         return value
     if is_number(opt, i, key, value):

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._build import load_extension
+from .ops import ops
 
-COLUMNS: dict[str, int] = load_extension().ROW_COLUMNS
-CHUNK: int = load_extension().CHUNK
-CHUNK_BITS: int = load_extension().CHUNK_BITS
+COLUMNS: dict[str, int] = ops.ROW_COLUMNS
+CHUNK: int = ops.CHUNK
+CHUNK_BITS: int = ops.CHUNK_BITS
 
 
 class Table(NamedTuple):
@@ -32,7 +32,7 @@ class Table(NamedTuple):
 
     def to(self, device: torch.device | str) -> Table:
         """On `device`, by one copy."""
-        return Table(*load_extension().upload(list(self), torch.device(device)))
+        return Table(*ops.upload(list(self), torch.device(device)))
 
 
 def make_table(rows: Tensor, world: int) -> Table:

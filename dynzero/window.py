@@ -1,4 +1,4 @@
-"""Pack, reduce and gather: how the gradients of a window reach their owners and values come back.
+"""Windows, and how their gradients reach the owners and new values come back: reduce and gather.
 
 A window is the time between two steps. Its reduced pieces accumulate here, in the shard dtype; in
 stage 1 a window holds one reduction, in stage 2 one for each backward pass.
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from .layout import Layout, shard_dtype
 from .ops import ops
-from .plan import Bucket, Plan, Room, rooms_of
+from .plan import Plan, Room, rooms_of
 from .reduced import Gradients, Local, upload
 from .shard import Shard
-from .transports.collective import IN_FLIGHT, Collective
+from .transports.collective import Collective
 
 
 class Window:
@@ -28,6 +28,7 @@ class Window:
         tables: list[Tensor] = ops.empty_window(layout.size, layout.world, device)
         # announced, had: by this rank, and what of it there really was: see Note [Withdrawn].
         self.ptrs, self.present, self.announced, self.had, self.sumsq, self.nonfinite = tables
+        self._tables = tables
         self.ptrs_there: Tensor | None = None  # on the device, as of the last reduction
         self.buffers: list[Tensor] = []
         self.rounds = 0
@@ -41,17 +42,13 @@ class Window:
         """uint8 [bytes]: announced by this rank in this window, but not there in any pass."""
         return self.announced & ~self.had
 
-    def grow(self, layout: Layout) -> None:
-        """Take over a layout with more parameters than before."""
-        extra = layout.size - self.layout.size
-        self.layout = layout
-        self.ptrs, self.ptrs_there = torch.nn.functional.pad(self.ptrs, (0, extra)), None
-        self.sumsq = torch.nn.functional.pad(self.sumsq, (0, extra))
-        self.nonfinite = torch.nn.functional.pad(self.nonfinite, (0, extra))
-        missing = layout.bit_bytes - self.present.shape[1]
-        self.present = torch.nn.functional.pad(self.present, (0, missing))
-        self.announced = torch.nn.functional.pad(self.announced, (0, missing))
-        self.had = torch.nn.functional.pad(self.had, (0, missing))
+    def grown(self, layout: Layout) -> Window:
+        """The same with room for the parameters that this layout has more."""
+        window = Window(layout, self.device)
+        for new, old in zip(window._tables, self._tables, strict=True):
+            new[..., : old.shape[-1]] = old
+        window.buffers, window.rounds = self.buffers, self.rounds
+        return window
 
     def rooms(self, plan: Plan) -> list[Room]:
         """Of the plan's parameters that have no pieces here yet, in row order."""
@@ -64,8 +61,8 @@ class Window:
 class Mover:
     """Moves buckets between ranks over the collective transport."""
 
-    def __init__(self, layout: Layout, device: torch.device, collective: Collective) -> None:
-        self.layout, self.device, self.collective = layout, device, collective
+    def __init__(self, world: int, device: torch.device, collective: Collective) -> None:
+        self.world, self.device, self.collective = world, device, collective
         self._uploads = ops.Uploads()
 
     def reduce(
@@ -93,13 +90,14 @@ class Mover:
 
         The window must hold this one reduction, so that its buffers follow the plan's rows.
         """
-        ptrs = torch.zeros(self.layout.size, dtype=torch.int64, device="cpu")
+        layout, world = plan.layout, self.world
+        ptrs = torch.zeros(layout.size, dtype=torch.int64, device="cpu")
         buffers = []
         shards = {buffer.dtype: buffer for buffer in window.buffers}
         for bucket in plan.buckets:
             dtype = shard_dtype(bucket.dtype)
             active = plan.active[bucket.rows]
-            room = self.layout.piece[active] * self.layout.world
+            room = layout.piece[active] * world
             flat = torch.empty(int(room.sum()) + 1, dtype=dtype, device=self.device)
             ptrs[active] = flat.data_ptr() + (torch.cumsum(room, 0) - room) * dtype.itemsize
             buffers.append(flat)
@@ -107,35 +105,24 @@ class Mover:
         for bucket in plan.buckets:
             shard = shards[shard_dtype(bucket.dtype)]
             mine = shard[bucket.shard_offset : bucket.shard_offset + bucket.stride]
-            everybody = torch.empty(
-                self.layout.world, bucket.stride, dtype=mine.dtype, device=self.device
-            )
+            everybody = torch.empty(world, bucket.stride, dtype=mine.dtype, device=self.device)
             self.collective.all_gather(everybody, mine)
-            self._unpack(plan, bucket, everybody, whole, None)
+            chunks = plan.full_chunks[bucket.number]
+            ops.unpack_params(plan.table.rows, chunks, everybody, whole, None)
         return ptrs, buffers
 
-    def update_and_gather(self, plan: Plan, shard: Shard, grads: Gradients, ptrs: Tensor) -> None:
-        """Update own pieces bucket by bucket and send the new values to everybody's parameters."""
-        gathering = self._gathering(plan, grads, ptrs)
-        with self.collective.naming_ranks():
-            shard.update_and_gather(plan, grads, gathering, IN_FLIGHT)
+    def update_and_gather(
+        self, plan: Plan, shard: Shard, grads: Gradients, ptrs: Tensor, *, receive: bool = True
+    ) -> Any:
+        """Update own pieces bucket by bucket and send the new values to everybody's parameters.
 
-    def update_and_send(self, plan: Plan, shard: Shard, grads: Gradients, ptrs: Tensor) -> Any:
-        """The same, but all buckets stay on their way; returns what receives them, in order."""
-        gathering = self._gathering(plan, grads, ptrs)
+        Returns what receives them, in order, if that is not done here.
+        """
+        rank, transport = plan.layout.rank, self.collective.transport
+        gathering = ops.Gathering(plan.compiled, transport, rank, ptrs, grads.status)
         with self.collective.naming_ranks():
-            shard.update_and_send(plan, grads, gathering)
+            shard.update_and_gather(plan, grads, gathering, receive=receive)
         return gathering
-
-    def _gathering(self, plan: Plan, grads: Gradients, ptrs: Tensor) -> Any:
-        rank, transport = self.layout.rank, self.collective.transport
-        return ops.Gathering(plan.compiled, transport, rank, ptrs, grads.status)
-
-    def _unpack(
-        self, plan: Plan, bucket: Bucket, everybody: Tensor, ptrs: Tensor, status: Tensor | None
-    ) -> None:
-        chunks = plan.full_chunks[bucket.number]
-        ops.unpack_params(plan.table.rows, chunks, everybody, ptrs, status)
 
     def gather_records(self, grads: Gradients, scale_state: Tensor) -> Tensor:
         """Every rank's record of reduced gradients, float64 [world, columns]."""
@@ -148,9 +135,7 @@ class Mover:
 
     def gather_rows(self, mine: Tensor) -> Tensor:
         """A small tensor of every rank, [world, ...]."""
-        everybody = torch.empty(
-            self.layout.world, *mine.shape, dtype=mine.dtype, device=self.device
-        )
+        everybody = torch.empty(self.world, *mine.shape, dtype=mine.dtype, device=self.device)
         self.collective.all_gather(everybody, mine.contiguous())
         return everybody
 

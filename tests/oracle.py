@@ -102,14 +102,18 @@ class Replica:
         otherwise a rank's rounds are added up first, in the parameter's dtype, as torch does. A
         turn without a loss is no round: the ranks' first backwards belong together, and so on."""
         self.sums, present = {}, {}
-        losses = [[loss for turn in turns if (loss := turn()) is not None] for turns in losses]
         rounds = max((len(turns) for turns in losses), default=0) if self.by_round else 1
-        for round_idx in range(rounds):
+        left = [iter(turns) for turns in losses]
+        for _ in range(rounds):
             round_sums: dict[str, Tensor] = {}
-            for rank, turns in enumerate(losses):
+            for rank, turns in enumerate(left):
                 self.clear()
-                for loss in turns[round_idx : round_idx + 1] if self.by_round else turns:
-                    (loss * self.loss_scale).backward()
+                for turn in turns:
+                    loss = turn()
+                    if loss is not None:
+                        (loss * self.loss_scale).backward()
+                        if self.by_round:
+                            break
                 for name, grad in self._local_grads():
                     present.setdefault(name, set()).add(rank)
                     round_sums[name] = round_sums[name] + grad if name in round_sums else grad

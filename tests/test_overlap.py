@@ -401,7 +401,7 @@ def follow_one_pass(mirror: Transport, params: list[Tensor], aside: bool) -> lis
     """Backward over parameters 0, 1 and 3: announced bits, feed, pieces, watch."""
     found: list[Any] = []
 
-    def meet(task: int) -> bool:
+    def meet() -> bool:
         announced = torch.empty(1, dtype=torch.uint8)
         watch.begin(announced, torch.empty(len(params), dtype=torch.bool))
         found.extend([announced, *feed_of(params, [0, 1, 3], mirror, aside), watch])

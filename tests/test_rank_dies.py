@@ -60,7 +60,7 @@ def train_until_one_dies(
         if mortal and where == "gather":
             opt._mover.gather_records = die
         if mortal and where == "values":  # which the others miss in their next forward
-            opt._mover.update_and_send = die
+            opt._mover.update_and_gather = die
         opt.backward(SCENARIO.loss(model, Turn(step, 0, rank, world)))
         if mortal and where == "before step":
             die()

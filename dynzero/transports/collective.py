@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._build import load_extension
+from ..ops import ops
 from .control import Control
 
 # Note [Sum on the owner]
@@ -25,7 +25,7 @@ from .control import Control
 # slots of ranks without a gradient are never read.
 
 # Buckets in flight: one is being packed while the one before it travels.
-IN_FLIGHT = 2
+IN_FLIGHT: int = ops.IN_FLIGHT
 
 
 class Collective:
@@ -52,8 +52,8 @@ class Collective:
         self.group = dist.new_group(
             control.ranks, backend=backend, timeout=control.timeout, use_local_synchronization=True
         )
-        self.transport: Any = load_extension().collective_transport(self.group)
-        self._not_reached = load_extension().TransportError
+        self.transport: Any = ops.collective_transport(self.group)
+        self._not_reached = ops.TransportError
         self._connect(device)
 
     def _connect(self, device: torch.device) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..ops import ops
 from ..plan import raw
-from . import all_gather_single, local
+from . import local
 
 # Note [One exchange at a time]
 # Every rank sends one message per exchange and receives everybody's, so all ranks judge the same
@@ -32,7 +32,7 @@ from . import all_gather_single, local
 class Action(IntEnum):
     """What a rank is doing when it sends its message."""
 
-    ROUND = 1  # the end of a backward pass (stage 2)
+    ROUND = 1  # a backward pass (stage 2)
     STEP = 2
     GRAD_NORM = 3
     CLIP = 4
@@ -46,7 +46,7 @@ class Action(IntEnum):
 
 
 SPOKEN = {
-    Action.ROUND: "the end of a backward pass",
+    Action.ROUND: "a backward pass",
     Action.STEP: "step()",
     Action.GRAD_NORM: "grad_norm()",
     Action.CLIP: "clip_grad_norm_()",
@@ -168,8 +168,6 @@ class Control:
         return Exchange(self, message, bits)
 
     def exchange(self, message: Message, bits: Tensor) -> Agreed:
-        if self.world == 1:
-            return Agreed([message], bits.unsqueeze(0))
         return self.start(message, bits).wait()
 
     def gather_objects(self, thing: Any) -> list[Any]:
@@ -255,6 +253,12 @@ class Exchange:
         with self.control.naming_ranks():
             everybody = self.work.wait(self.control.timeout.total_seconds())
         return Agreed(unpack_all(everybody), everybody[:, MESSAGE_BYTES:])
+
+
+# torch 2.13 renamed the second to the first, and warns.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or getattr(
+    dist, "all_gather_into_tensor", None
+)
 
 
 class GlooExchange:

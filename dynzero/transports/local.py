@@ -10,7 +10,7 @@ import os
 import secrets
 from typing import TYPE_CHECKING, Any
 
-from .._build import load_extension
+from ..ops import ops
 
 if TYPE_CHECKING:
     from .control import Control
@@ -38,7 +38,7 @@ def open_board(control: Control) -> Any:
             fd = open_offered(pid, fd_of_first, name)
         if fd >= 0:
             fd, taken = -1, fd
-            board = load_extension().LocalBoard(taken, control.rank, control.world)
+            board = ops.LocalBoard(taken, control.rank, control.world)
     except (OSError, RuntimeError) as error:
         why = str(error)
     if fd >= 0:
@@ -57,7 +57,7 @@ def create(world: int) -> tuple[str, int]:
     name = f"dynzero-{secrets.token_hex(16)}"
     fd = os.memfd_create(name)
     try:
-        os.ftruncate(fd, load_extension().LocalBoard.num_bytes(world))
+        os.ftruncate(fd, ops.LocalBoard.num_bytes(world))
     except OSError:
         os.close(fd)
         raise
