@@ -15,7 +15,7 @@ from .discard import lost
 from .presence import judge, message, message_bits, nothing, read_with_values, take_back
 from .reduced import Local
 from .rounds import Rounds, Waitable
-from .transports.control import LOST, Action, Agreed, Message
+from .transports.control import LOST, NO_DETAIL, WITH_OTHERS, Action, Agreed, Message
 from .window import run
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # they step them in turn, and a backward may fill buckets of both. So the joins of several
 # optimizers end together, with the outermost: it sends the messages of all, and goes on with
 # whichever hears from the others. Nothing in it waits for one optimizer alone unless all ranks are
-# in the same call of that one.
+# in the same call of that one; for GPUs see Note [Followed by others].
 
 LOOK_EVERY_S = 5e-5
 
@@ -58,7 +58,7 @@ def joined(opt: ZeroOptimizer) -> Iterator[None]:
 
 def follow_all(optimizers: list[ZeroOptimizer]) -> None:
     alone = len(optimizers) == 1
-    works = [shadow(opt, in_step=alone) for opt in optimizers]
+    works = [shadow(opt, alone=alone) for opt in optimizers]
     with torch.no_grad():
         if alone:
             run(works[0])
@@ -96,7 +96,7 @@ class RoundsOver:
         return self.rounds.finish_some(self.last)
 
 
-def shadow(opt: ZeroOptimizer, *, in_step: bool) -> Iterator[Waitable]:
+def shadow(opt: ZeroOptimizer, *, alone: bool) -> Iterator[Waitable]:
     """Do, with nothing of our own, what the others do, until all have joined."""
     if opt._rounds is not None:
         yield RoundsOver(opt._rounds)
@@ -107,7 +107,7 @@ def shadow(opt: ZeroOptimizer, *, in_step: bool) -> Iterator[Waitable]:
         local, complaint = read_with_values(opt)
         opt._outcomes.poll()
         local.drop()
-        mine = message(opt, Action.JOIN, complaint)
+        mine = message(opt, Action.JOIN, complaint, NO_DETAIL if alone else WITH_OTHERS)
         exchange = opt._control.start(mine, message_bits(opt, local.bits, joined=True))
         yield exchange
         agreed = exchange.wait()
@@ -121,7 +121,7 @@ def shadow(opt: ZeroOptimizer, *, in_step: bool) -> Iterator[Waitable]:
             return
         if agreed.any_at(Action.ROUND):
             opt._window.rounds += 1
-            yield from reduction.reduce_round(opt, nothing(opt), agreed, in_step=in_step)
+            yield from reduction.reduce_round(opt, nothing(opt), agreed, in_step=alone)
         else:
             follow(opt, local, mine, agreed, others[0])
 

@@ -7,6 +7,7 @@ optimizer, whose state they read; nothing here touches gradients on the device.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from .transports.control import (
     EXHAUSTED,
     LOST,
     NO_DETAIL,
+    WITH_OTHERS,
     Action,
     Agreed,
     Exchange,
@@ -129,6 +131,17 @@ def replaced(opt: ZeroOptimizer) -> ValueError | None:
     )
 
 
+# Note [Followed by others]
+# A rank that has left the joins of several optimizers (joining.py) does at once what it hears of.
+# On a GPU messages run ahead of the work that they announce: it might hear of two steps, do them in
+# another order than the ranks that train, and its stream would wait for theirs and theirs for it.
+# So as long as such a rank follows, a rank that trains announces nothing before the work of what it
+# has announced so far is over. (Without a GPU it cannot: collectives have waited for the others.)
+
+# Optimizers that are followed so.
+FOLLOWED: weakref.WeakSet[ZeroOptimizer] = weakref.WeakSet()
+
+
 def agree(
     opt: ZeroOptimizer,
     action: Action,
@@ -158,7 +171,10 @@ def agree(
             mine = message(opt, action, complaint, detail)
             if opt._discards.lost:
                 raise tell(opt, mine, bits)
+            if FOLLOWED and opt._device.type == "cuda":
+                work_is_over(opt)
             agreed = opt._control.exchange(mine, bits)
+            (FOLLOWED.add if followed_with_others(agreed) else FOLLOWED.discard)(opt)
             if judge(opt, agreed, complaint):
                 continue
             others_reduce = agreed.any_at(Action.ROUND)
@@ -169,6 +185,21 @@ def agree(
             if not others_reduce:
                 return local, agreed
             take_part(opt, agreed)
+
+
+def work_is_over(opt: ZeroOptimizer) -> None:
+    """Wait for what the current stream holds, but not longer than for another rank."""
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(opt._device))
+    deadline = time.monotonic() + opt._control.timeout.total_seconds()
+    while not event.query():
+        if time.monotonic() > deadline:
+            raise opt._control.lost(TimeoutError("what was sent has not arrived"))
+        time.sleep(1e-4)
+
+
+def followed_with_others(agreed: Agreed) -> bool:
+    return any(m.action is Action.JOIN and m.detail == WITH_OTHERS for m in agreed.messages)
 
 
 def alone(opt: ZeroOptimizer, action: Action, complaint: Exception | None, bits: Tensor) -> Agreed:

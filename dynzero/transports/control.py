@@ -62,6 +62,7 @@ SPOKEN = {
 # loss scale has overflowed at its minimum.
 COMPLAINT, LOST, EXHAUSTED = 1, 2, 3
 NO_DETAIL = (0.0, 0.0)
+WITH_OTHERS = (1.0, 0.0)  # of Action.JOIN: this rank follows several optimizers
 # Well below the patience of a rank at the end of backward (rounds.py).
 TOGETHER_S = 0.1
 # Of the group's timeout, to find out who is missing: so many seconds, at most this share.
