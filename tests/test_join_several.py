@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from scenario import Parameters
 from world import LATE_SECONDS, RankFailure, check_words, message_of, rank_device, run_world
 
 import dynzero
+from dynzero import joining
 
 STAGES = [(0, 1), (1, 2), (2, 2)]
 several_stages = pytest.mark.parametrize("stages", STAGES, ids=str)
@@ -42,7 +44,9 @@ def played(order: str, rank: int, stages: tuple[int, int], leftover: bool) -> li
     order: of the steps. leftover: a rank leaves with gradients that it has not stepped with.
     """
     gen, disc, opt_g, opt_d = players(stages, bucket_bytes=64)
-    with opt_g.join(), opt_d.join():
+    # Looks so seldom that it finds both steps announced, if they may be.
+    slow = mock.patch.object(joining, "LOOK_EVERY_S", 0.02)
+    with slow, opt_g.join(), opt_d.join():
         for _ in range(1 + rank):
             (gen.a.sum() + 3 * disc.b.sum()).backward()
             for opt in (opt_g, opt_d) if order == "gd" else (opt_d, opt_g):
