@@ -114,7 +114,8 @@ def estimate_memory(
     params: a module, or what ZeroOptimizer takes; may be on the "meta" device, which holds no
     memory. world_size: number of ranks. active: the parameters that train, all in the same step:
     a fraction of the elements (at least 0, at most 1), or names or parameters; default, all that
-    require a gradient. options: those of ZeroOptimizer, the others go to the optimizer class.
+    require a gradient. options: those of ZeroOptimizer (process_group makes no difference here),
+    the others go to the optimizer class.
 
     In stage 2 `peak` is what it comes to when a backward pass has ended before its first bucket can
     leave, as with a slow other rank or no_sync(); buckets that leave earlier lower it.
@@ -128,6 +129,7 @@ def estimate_memory(
     names = [field.name for field in fields(Options) if field.name != "stage"]
     zero = Options(stage=stage, **{k: options.pop(k, ours[k].default) for k in names})
     zero.check()
+    options.pop("process_group", None)
     if isinstance(params, nn.Module):
         params = list(params.named_parameters())
     defaults, _ = probe(optimizer_class, options)

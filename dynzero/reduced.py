@@ -96,7 +96,8 @@ class Reader:
         if local.captured and not self._grads_there.holds(local.ptrs[0]):
             raise RuntimeError(
                 "step() in a CUDA graph: gradients are not where the step before the capture "
-                "found them; keep them there with zero_grad(set_to_none=False)"
+                "found them; keep them there with zero_grad(set_to_none=False), and give each "
+                "parameter of an absent='zero' group one"
             )
         return self._grads_there.of(local.ptrs[0])
 

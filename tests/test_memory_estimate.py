@@ -170,6 +170,7 @@ def test_estimate_accepts_what_the_optimizer_accepts() -> None:
         assert dynzero.estimate_memory(params, 4, 2) == estimate
     assert dynzero.estimate_memory(groups, 4, 2).peak - estimate.peak == rows[1] - rows[0] > 0
     assert dynzero.estimate_memory(bag((torch.float16,)).to("meta"), 4, 2) == estimate
+    assert dynzero.estimate_memory(model, 4, 2, process_group=None) == estimate
 
 
 def test_estimate_counts_what_trains() -> None:
