@@ -65,7 +65,10 @@ class Options:
             ),
             "bucket_bytes": (is_positive(self.bucket_bytes), "a positive number of bytes"),
             "transport": (self.transport in ("auto", "collective"), "'auto' or 'collective'"),
-            "fused": (self.fused in (None, True, False), "None, True or False"),
+            "fused": (
+                self.fused is None or isinstance(self.fused, bool),
+                "None, True or False",
+            ),
             "sync_params": (isinstance(self.sync_params, bool), "True or False"),
             "presence": (self.presence in ("exact", "static"), "'exact' or 'static'"),
             "gather": (self.gather in ("eager", "lazy"), "'eager' or 'lazy'"),

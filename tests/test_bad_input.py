@@ -164,6 +164,7 @@ OPTIONS: dict[str, Bad] = {
         ("bucket_bytes", "25MB"),
         ("transport", "carrier pigeon"),
         ("fused", "maybe"),
+        ("fused", 1),
         ("sync_params", None),
     ]
 }
