@@ -2,10 +2,12 @@
 #include "transport.h"
 
 #include <c10/util/Exception.h>
+#include <pybind11/pybind11.h>
 #include <torch/version.h>
 
 #include <algorithm>
 #include <exception>
+#include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 #include <vector>
@@ -62,12 +64,20 @@ class CollectiveTransport final : public Transport {
  public:
   explicit CollectiveTransport(c10::intrusive_ptr<c10d::ProcessGroup> group)
       : group_(std::move(group)) {}
+  ~CollectiveTransport() override;
   std::shared_ptr<Transfer> all_to_all(at::Tensor received, at::Tensor sent) override;
   std::shared_ptr<Transfer> all_gather(at::Tensor everybody, at::Tensor mine) override;
 
  private:
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
 };
+
+// The last reference to a group joins its threads, and they may need the GIL to end.
+CollectiveTransport::~CollectiveTransport() {
+  std::optional<pybind11::gil_scoped_release> released;
+  if (Py_IsInitialized() && PyGILState_Check()) released.emplace();
+  group_.reset();
+}
 
 std::shared_ptr<Transfer> CollectiveTransport::all_to_all(at::Tensor received, at::Tensor sent) {
   at::Tensor to = on_wire(received);

@@ -66,21 +66,24 @@ def settle(opt: ZeroOptimizer, agreed: Agreed) -> bool:
         known.seen = [max(messages[r].given_up, seen) for r, seen in enumerate(known.seen)]
         drop_window(opt)
     if behind:
-        known.text = gave_up(opt, new, behind)
+        known.text = gave_up(opt, [r for r in new if r not in behind], behind)
         if opt._control.rank in behind:
             known.behind = messages[opt._control.rank].clears
     return bool(behind) or agreed.any_at(Action.CLEAR)
 
 
 def ranks_behind(opt: ZeroOptimizer, agreed: Agreed, new: list[int]) -> list[int]:
-    """The ranks that have gradients in the window which the ranks `new` have given up."""
+    """The ranks that have gradients in the window which one of the ranks `new` has given up last.
+
+    That may be of `new` itself: one that has given up an earlier window, and brings this one.
+    """
     clears = max(agreed.messages[r].given_up for r in new)
     counted = opt._window.present.any(1).tolist()
     brought = agreed.bits[:, : opt._layout.bit_bytes].any(1).tolist()
     return [
         r
         for r, m in enumerate(agreed.messages)
-        if r not in new and (counted[r] or (brought[r] and m.clears < clears))
+        if (counted[r] and r not in new) or (brought[r] and m.clears < clears)
     ]
 
 
