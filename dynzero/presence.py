@@ -242,10 +242,8 @@ def raise_exhaustion(opt: ZeroOptimizer, anybody: bool) -> None:
 
 
 def to_discuss(agreed: Agreed) -> bool:
-    """True if the verdict takes another collective."""
-    fingerprints = {m.fingerprint for m in agreed.messages}
-    troubles = {m.trouble for m in agreed.messages}
-    return len(fingerprints) > 1 or bool(troubles & {COMPLAINT, EXHAUSTED})
+    """True if the verdict on a round takes another collective."""
+    return any(m.trouble in (COMPLAINT, EXHAUSTED) for m in agreed.messages)
 
 
 def judge(opt: ZeroOptimizer, agreed: Agreed, complaint: Exception | None) -> bool:
@@ -265,6 +263,8 @@ def judge(opt: ZeroOptimizer, agreed: Agreed, complaint: Exception | None) -> bo
     difference = first_difference(agreed.messages, opt._control.ranks)
     if difference is not None:
         raise RuntimeError(difference)
+    if agreed.any_at(Action.ROUND):
+        return False  # ranks may have announced it before or after the same change of an option
     active = [r for r, m in enumerate(agreed.messages) if m.action is not Action.JOIN]
     if len({agreed.messages[r].fingerprint for r in active}) > 1:
         lines = construction.hyperparameter_lines(opt.param_groups)

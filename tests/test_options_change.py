@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -139,3 +140,25 @@ def test_a_tensor_lr_is_copied_both_ways(form: str, fused: bool | None) -> None:
     before = p.detach().clone()
     second.step()
     torch.testing.assert_close(p.detach(), before)
+
+
+def rate_changed_between(rank: int, world: int, stage: int, where: str) -> list[float]:
+    """All ranks set the rate at the same place, but their backward calls are at others."""
+    model = model_ab()
+    opt = dynzero.ZeroOptimizer(model.named_parameters(), torch.optim.SGD, lr=1.0, stage=stage)
+    if rank == 1:
+        opt.backward(model.a.sum())
+    if where == "discarded":
+        opt.zero_grad()
+        time.sleep(0.2 * rank)  # the other rank is at its next call by then
+    opt.param_groups[0]["lr"] = 0.5
+    if where == "counted" and rank == 0 or where == "discarded":
+        opt.backward(model.a.sum())
+    opt.step()
+    return [model.a[0].item(), model.b[0].item()]
+
+
+@stages
+@pytest.mark.parametrize(("where", "a"), [("counted", 0.5), ("alone", 0.75), ("discarded", 0.5)])
+def test_a_rate_may_change_between_backward_calls(stage: int, where: str, a: float) -> None:
+    assert run_world(2, rate_changed_between, stage, where) == [[a, 1.0]] * 2
