@@ -20,7 +20,7 @@ from .fused import Seen
 from .ops import Range
 from .plan import bit_mask
 from .reduced import Local
-from .rounds import Failed, Later, Pass, Waitable
+from .rounds import Failed, Later, Pass, PassOver, Waitable
 from .transports.control import (
     COMPLAINT,
     EXHAUSTED,
@@ -351,6 +351,8 @@ def round_of(
             current.window = opt._window
             opt._window.announced |= bits
             opt._window.had |= current.bits
+        if ours and opt._repeated is not None and opt._repeated.holds(opt._rounds):
+            yield PassOver(current)
         local = current if ours else nothing(opt)
         in_step = agreed.in_step(asked=asked)
         yield from reduction.reduce_round(opt, local, agreed, in_step=in_step)

@@ -68,6 +68,16 @@ class Failed(Later):
         self.error, self.raised = error, False
 
 
+class PassOver:
+    """Ready when the pass has ended."""
+
+    def __init__(self, current: Pass) -> None:
+        self.current = current
+
+    def ready(self) -> bool:
+        return self.current.located
+
+
 class Pass(Local):
     """The gradients of one backward pass, which arrive while it runs.
 
@@ -143,6 +153,7 @@ class Rounds:
         self._driving = threading.Lock()  # held by whoever pushes rounds on
         self._failure: BaseException | None = None  # of the thread, for the next call here
         self.superseded = False
+        self.nested = False  # a backward has run inside another
         # All work of rounds is queued on one stream, wherever hooks and calls find themselves.
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         LIVE.add(self)
@@ -187,6 +198,7 @@ class Rounds:
     def _meet(self) -> bool:
         """In the first hook of a pass: follow it, unless it is a part of another."""
         if inside_function():
+            self.nested = True
             return False
         self.end_pass()  # one that an exception has cut short
         self._advance(0.0, in_stream=True)

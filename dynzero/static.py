@@ -6,7 +6,7 @@ window; nothing is exchanged any more, and a step of one process can be captured
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,14 @@ from .transports.control import SPOKEN, Action, Agreed
 
 if TYPE_CHECKING:
     from .optimizer import ZeroOptimizer
+
+
+# Note [Late in every window]
+# What a nested pass (re-entrant checkpointing) adds to a gradient comes in the same round, or late
+# if its bucket has left by then, which is a matter of time: later windows know their plan at once,
+# and would send earlier than the first. A late gradient is one more to announce, where nothing is
+# asked any more. So buckets of the first window, and of all if there is nesting, leave when the
+# pass ends.
 
 
 class Answer(NamedTuple):
@@ -33,6 +41,10 @@ class Repeated:
         self.closed = False  # once the first window has ended in a step
         self._begun = False  # the window
         self._skips = False  # this window, of which the beginning is not known
+
+    def holds(self, rounds: Any) -> bool:
+        """If the buckets of a backward pass wait for its end. See Note [Late in every window]."""
+        return not self.closed or rounds.nested
 
     def note(self, opt: ZeroOptimizer, action: Action, agreed: Agreed) -> None:
         if action in (Action.ADD_GROUP, Action.LOAD):

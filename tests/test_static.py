@@ -9,7 +9,9 @@ import pytest
 import torch
 from gpus import needs_gpus
 from play import stages, worlds
+from scenario import Parameters
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from world import rank_device, run_world
 
 import dynzero
@@ -283,3 +285,30 @@ def test_changed_options_are_not_captured(change: Any) -> None:
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         opt.step()
+
+
+def used_in_and_around_a_nested_pass(rank: int, world: int, late: int) -> list[float]:
+    """w is used in a re-entrant checkpoint, which backward meets last, and outside of it."""
+    params = {name: torch.ones(4, device=rank_device()) for name in "tuwv"}
+    model = Parameters(**params)
+    opt = dynzero.ZeroOptimizer(
+        model.named_parameters(), torch.optim.SGD, lr=0.1, stage=2, presence="static",
+        bucket_bytes=1,
+    )  # fmt: skip
+    for step in range(4):
+        if step == late and rank == 1:
+            time.sleep(0.1)
+        start = torch.zeros((), requires_grad=True, device=rank_device())
+        inner = checkpoint(lambda x: x + (model.w * 2).sum(), start, use_reentrant=True)
+        terms = [(p * 3).sum() for p in model.parameters()]
+        opt.backward(torch.stack([inner, *terms]).sum())
+        opt.step()
+        opt.zero_grad()
+    return [p[0].item() for p in model.parameters()]
+
+
+@worlds(2)
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_a_nested_pass_is_the_same_in_every_window(world: int, backend: str, late: int) -> None:
+    for got in run_world(world, used_in_and_around_a_nested_pass, late, backend=backend):
+        assert got == pytest.approx([1 - 4 * 0.3, 1 - 4 * 0.3, 1 - 4 * 0.5, 1 - 4 * 0.3])
