@@ -225,6 +225,12 @@ def checked_spec(
     may_zero: groups may give absent parameters zeros.
     """
     for g, group in enumerate(groups):
+        missing = [key for key in opt.defaults if key not in group]
+        if missing:
+            raise ValueError(
+                f"param_groups: group {g}: expected an option '{missing[0]}', as add_param_group "
+                f"gives it; got {sorted(group)}"
+            )
         if group["absent"] not in ABSENT or group["average"] not in AVERAGE:
             raise ValueError(
                 f"group {g}: expected absent {' or '.join(map(repr, ABSENT))} and average "

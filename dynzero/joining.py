@@ -108,7 +108,7 @@ def shadow(opt: ZeroOptimizer, *, alone: bool) -> Iterator[Waitable]:
         opt._outcomes.poll()
         local.drop()
         mine = message(opt, Action.JOIN, complaint, NO_DETAIL if alone else WITH_OTHERS)
-        exchange = opt._control.start(mine, message_bits(opt, local.bits, joined=True))
+        exchange = opt._control.start(mine, message_bits(opt, local.bits, no_zeros=True))
         yield exchange
         agreed = exchange.wait()
         if any(m.trouble == LOST for m in agreed.messages):

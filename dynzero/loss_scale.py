@@ -123,6 +123,9 @@ class ScaleState:
         scale = taken.get("value", 1.0)
         if not 1 / MAX_SCALE <= scale <= MAX_SCALE:
             raise ValueError(f"loss_scale: expected a scale from 2^-100 to 2^100, got {scale!r}")
+        for name, value in taken.items():
+            if not 0 <= value < math.inf:
+                raise ValueError(f"loss_scale: '{name}': expected a number from 0, got {value!r}")
         return taken
 
 

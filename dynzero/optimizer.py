@@ -359,7 +359,11 @@ class ZeroOptimizer(Optimizer):
         index = next((i for i, p in enumerate(self._params) if p is param), -1)
         wrong = None
         if index < 0:
-            wrong = ValueError("full_grad: expected one of this optimizer's parameters")
+            got = f"shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
+            wrong = ValueError(
+                f"full_grad: expected one of this optimizer's parameters, got another: {got}; ask "
+                "for the object that it was built with"
+            )
         local, agreed = presence.agree(self, Action.FULL_GRAD, (float(index), 0.0), wrong)
         return norms.full_grad(self, local, agreed, index)
 

@@ -66,7 +66,7 @@ def message(
         opt._window_number,
         opt._window.rounds,
         action,
-        opt._fingerprint.of(opt.param_groups),
+        0 if complaint is not None else opt._fingerprint.of(opt.param_groups),
         COMPLAINT
         if complaint is not None
         else EXHAUSTED
@@ -78,14 +78,14 @@ def message(
     )
 
 
-def message_bits(opt: ZeroOptimizer, bits: Tensor, *, joined: bool = False) -> Tensor:
+def message_bits(opt: ZeroOptimizer, bits: Tensor, *, no_zeros: bool = False) -> Tensor:
     """Presence, followed where absent="zero" is in use by who may get a zero gradient.
 
-    joined: what trains is up to the ranks that still do.
+    no_zeros: nobody by this rank, which has joined and leaves it to the others, or is in trouble.
     """
     if not opt._may_zero:
         return bits
-    if joined:
+    if no_zeros:
         return torch.cat([bits, torch.zeros_like(bits)])
     zero = [group["absent"] == "zero" for group in opt.param_groups]
     group_of = opt._layout.group.tolist()
@@ -101,13 +101,23 @@ def read(opt: ZeroOptimizer) -> tuple[Local, Exception | None]:
             "another optimizer has been built over parameters of this one, which does not receive "
             "their gradients any more; use that one, or build each over parameters of its own"
         )
-    if complaint is None:
+    return local, complaint or follow_groups(opt)
+
+
+def follow_groups(opt: ZeroOptimizer) -> ValueError | None:
+    """Follow what has been changed in `param_groups`; a complaint if that cannot be."""
+    try:
         complaint = replaced(opt)
-    if complaint is None and not opt._options_seen.again(opt.param_groups):
-        complaint = construction.follow_options(opt)
-        if complaint is not None:
-            opt._options_seen.forget()
-    return local, complaint
+        if complaint is None and not opt._options_seen.again(opt.param_groups):
+            complaint = construction.follow_options(opt)
+    except (KeyError, TypeError, AttributeError) as wrong:
+        complaint = ValueError(
+            "param_groups: expected the groups of construction and add_param_group, with all their "
+            f"options, but reading them gave {wrong!r}; put back what has been taken out"
+        )
+    if complaint is not None:
+        opt._options_seen.forget()
+    return complaint
 
 
 def read_with_values(opt: ZeroOptimizer) -> tuple[Local, Exception | None]:
@@ -160,7 +170,7 @@ def agree(
         if not local.captured:
             opt._outcomes.poll()
         complaint = wrong or complaint
-        bits = message_bits(opt, local.bits)
+        bits = message_bits(opt, local.bits, no_zeros=complaint is not None)
         while (known := recalled(opt, action, bits, complaint)) is not None:
             if not known.any_at(Action.ROUND):
                 return local, known
@@ -328,7 +338,8 @@ def round_of(
             assert opt._rounds is not None
             detail = time.time(), float(opt._rounds.alone)
             mine = message(opt, Action.ROUND, complaint, detail, when)
-            exchange = opt._control.start(mine, message_bits(opt, bits))
+            sent = message_bits(opt, bits, no_zeros=complaint is not None)
+            exchange = opt._control.start(mine, sent)
             yield exchange
             agreed = exchange.wait()
             if to_discuss(agreed):

@@ -27,6 +27,7 @@ NUMBERS = ("step", "mu_product", "mu", "eta")
 # Entries that a parameter may be without although it has been updated.
 OPTIONAL = ("momentum_buffer",)
 OURS = ("absent", "average")
+MOST_STEPS = 1 << 53  # counters are float64 on the device
 
 
 def entries(opt: ZeroOptimizer, i: int, steps: list[float]) -> dict[str, Any]:
@@ -71,7 +72,10 @@ def shard_state_dict(opt: ZeroOptimizer, base: Callable[[], dict[str, Any]]) -> 
 
 
 def full_state_dict(opt: ZeroOptimizer, rank0_only: bool) -> dict[str, Any]:
-    presence.agree(opt, Action.STATE)
+    wrong = None
+    if not isinstance(rank0_only, bool):
+        wrong = TypeError(f"rank0_only: expected True or False, got {rank0_only!r}")
+    presence.agree(opt, Action.STATE, wrong=wrong)
     keep = not rank0_only or opt._control.rank == 0
     state = gather_whole(opt, keep=keep, to_cpu=rank0_only)
     if not keep:
@@ -167,7 +171,7 @@ def run_pre_hooks(opt: ZeroOptimizer, state_dict: dict[str, Any]) -> dict[str, A
 def check_tag(opt: ZeroOptimizer, own: dict[str, Any]) -> str:
     """ "shard" or "full"; ValueError for a shard of another place, KeyError for half a tag."""
     if own:
-        if type(own["iteration"]) is not int or own["iteration"] < 0:
+        if type(own["iteration"]) is not int or not 0 <= own["iteration"] < MOST_STEPS:
             raise ValueError(
                 "load_state_dict: 'dynzero' 'iteration': expected a number of steps, got "
                 f"{own['iteration']!r}"

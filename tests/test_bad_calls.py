@@ -69,6 +69,28 @@ def restore_object(place: Place) -> None:
     place.opt.param_groups[0]["params"][:] = place.model.kept
 
 
+def drop_option(key: str) -> Callable[[Place], None]:
+    def change(place: Place) -> None:
+        place.model.dropped = place.opt.param_groups[0].pop(key)
+
+    return change
+
+
+def restore_option(key: str) -> Callable[[Place], None]:
+    def change(place: Place) -> None:
+        place.opt.param_groups[0][key] = place.model.dropped
+
+    return change
+
+
+def append_group(place: Place) -> None:
+    place.opt.param_groups.append({"params": [], "lr": 0.05})
+
+
+def remove_group(place: Place) -> None:
+    place.opt.param_groups.pop()
+
+
 def add(params: Callable[[Place], Any], **options: Any) -> Callable[[Place], None]:
     def call(place: Place) -> None:
         place.opt.add_param_group({"params": params(place), **options})
@@ -99,6 +121,25 @@ MISUSES: dict[str, Misuse] = {
     ),
     "another parameter object": Misuse(
         replace_object, words=("trunk.bias", "object"), mend=restore_object
+    ),
+    "option dropped": Misuse(
+        drop_option("weight_decay"),
+        words=("param_groups", "'weight_decay'"),
+        mend=restore_option("weight_decay"),
+    ),
+    "absent dropped": Misuse(
+        drop_option("absent"), words=("param_groups", "'absent'"), mend=restore_option("absent")
+    ),
+    "parameters dropped": Misuse(
+        drop_option("params"), words=("param_groups", "'params'"), mend=restore_option("params")
+    ),
+    "group appended by hand": Misuse(
+        append_group, words=("param_groups", "group 1"), mend=remove_group
+    ),
+    "neither all ranks nor one": Misuse(
+        call=lambda p: p.opt.full_state_dict(rank0_only="no"),
+        kind=TypeError,
+        words=("rank0_only", "'no'"),
     ),
     "other group added": Misuse(
         call=otherwise(add(lambda p: extra(3)), add(lambda p: extra(4))),

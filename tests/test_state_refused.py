@@ -77,6 +77,14 @@ def half_an_iteration(state: dict[str, Any]) -> None:
     state["dynzero"]["iteration"] = 2.5
 
 
+def many_iterations(state: dict[str, Any]) -> None:
+    state["dynzero"]["iteration"] = 1 << 63
+
+
+def no_count(state: dict[str, Any]) -> None:
+    state["dynzero"]["loss_scale"]["taken"] = float("nan")
+
+
 def drop_our_option(state: dict[str, Any]) -> None:
     del state["dynzero"]["groups"][0]["average"]
 
@@ -96,6 +104,8 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], None], tuple[str, ...]]] = {
     "no groups of ours": (drop_our_groups, ("groups", "1", "0")),
     "iteration in words": (iteration_in_words, ("iteration", "'5'")),
     "half an iteration": (half_an_iteration, ("iteration", "2.5")),
+    "many iterations": (many_iterations, ("iteration", str(1 << 63))),
+    "no count": (no_count, ("taken", "nan")),
     "no option of ours": (drop_our_option, ("average",)),
     "unknown option": (unknown_option, ("absent", "bogus", "'skip'")),
 }
