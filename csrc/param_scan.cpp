@@ -11,6 +11,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <cstring>
 #include <exception>
 #include <utility>
 
@@ -253,14 +254,17 @@ ParamScan::Found ParamScan::read_all() {
 }
 
 ParamScan::Snapshot ParamScan::snapshot() {
-  // Nothing is handed out again after an error: the addresses may be newer than these tensors.
-  at::Tensor grad_ptrs = std::move(grad_ptrs_);
-  at::Tensor param_ptrs = std::move(param_ptrs_);
-  at::Tensor present = std::move(present_);
   Found found = read_all();
-  if (!found.same_grads || !grad_ptrs.defined()) grad_ptrs = tensor_of(grad_addresses_, size());
-  if (!found.same_params || !param_ptrs.defined()) param_ptrs = tensor_of(param_addresses_, size());
-  if (!found.same_present || !present.defined()) present = tensor_of(bits_, num_bytes());
+  // Compared, not noted while reading: dropping a tensor may run Python code, and so another thread
+  // that takes a snapshot in the middle of this one.
+  const auto kept = [](const at::Tensor& before, const auto& values, int64_t size) {
+    const bool same = before.defined() &&
+                      std::memcmp(before.const_data_ptr(), values.data(), before.nbytes()) == 0;
+    return same ? before : tensor_of(values, size);
+  };
+  at::Tensor grad_ptrs = kept(grad_ptrs_, grad_addresses_, size());
+  at::Tensor param_ptrs = kept(param_ptrs_, param_addresses_, size());
+  at::Tensor present = kept(present_, bits_, num_bytes());
   grad_ptrs_ = grad_ptrs;
   param_ptrs_ = param_ptrs;
   present_ = present;
