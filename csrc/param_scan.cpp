@@ -66,14 +66,6 @@ const void* storage_of(const at::TensorImpl* impl) {
   return impl->unsafe_storage().unsafeGetStorageImpl();
 }
 
-// Stores a value, and clears `same` if it is a new one.
-template <typename T>
-void put(T& place, T value, bool& same) {
-  if (place == value) return;
-  place = value;
-  same = false;
-}
-
 // A copy on the CPU of the first `size` values.
 template <typename T>
 at::Tensor tensor_of(const std::vector<T>& values, int64_t size) {
@@ -170,16 +162,12 @@ std::optional<int64_t> ParamScan::grad_address(int64_t index, const at::TensorIm
 struct ParamScan::Found {
   Indices odd, changed;
   Indices lazy;  // memory is still shared with a lazy clone
-  bool same_grads = true, same_params = true, same_present = true;
   std::exception_ptr error;
 
   void add(const Found& other) {
     odd.insert(odd.end(), other.odd.begin(), other.odd.end());
     changed.insert(changed.end(), other.changed.begin(), other.changed.end());
     lazy.insert(lazy.end(), other.lazy.begin(), other.lazy.end());
-    same_grads &= other.same_grads;
-    same_params &= other.same_params;
-    same_present &= other.same_present;
     if (other.error) error = other.error;
   }
 };
@@ -215,13 +203,13 @@ void ParamScan::read_range(int64_t first, int64_t last, Found& found) {
       address = lazy ? 0 : address_of(impl->mutable_data());
       if (lazy) found.lazy.push_back(i);
     }
-    put(param_addresses_[static_cast<size_t>(i)], address, found.same_params);
+    param_addresses_[static_cast<size_t>(i)] = address;
     const std::optional<int64_t> grad_ptr = grad_address(i, impl, grad);
     if (!grad_ptr) found.odd.push_back(i);
-    put(grad_addresses_[static_cast<size_t>(i)], grad_ptr.value_or(0), found.same_grads);
+    grad_addresses_[static_cast<size_t>(i)] = grad_ptr.value_or(0);
     set_bit(&bits, i % 8, grad != nullptr);
     if (i % 8 != 7 && i + 1 != last) continue;
-    put(bits_[static_cast<size_t>(i / 8)], bits, found.same_present);
+    bits_[static_cast<size_t>(i / 8)] = bits;
     bits = 0;
   }
 }
@@ -248,7 +236,7 @@ ParamScan::Found ParamScan::read_all() {
   if (all.error) std::rethrow_exception(all.error);
   for (const int64_t i : all.lazy) {
     const int64_t address = address_of(param(i).unsafeGetTensorImpl()->mutable_data());
-    put(param_addresses_[static_cast<size_t>(i)], address, all.same_params);
+    param_addresses_[static_cast<size_t>(i)] = address;
   }
   return all;
 }
