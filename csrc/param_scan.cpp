@@ -243,8 +243,8 @@ ParamScan::Found ParamScan::read_all() {
 
 ParamScan::Snapshot ParamScan::snapshot() {
   Found found = read_all();
-  // Compared, not noted while reading: dropping a tensor may run Python code, and so another thread
-  // that takes a snapshot in the middle of this one.
+  // Compared, not noted while reading: torch lets the GIL go where it drops a tensor that Python
+  // knows, so another snapshot may be taken in the middle of this one, and be newer.
   const auto kept = [](const at::Tensor& before, const auto& values, int64_t size) {
     const bool same = before.defined() &&
                       std::memcmp(before.const_data_ptr(), values.data(), before.nbytes()) == 0;

@@ -292,9 +292,14 @@ def take_part(opt: ZeroOptimizer, agreed: Agreed) -> None:
 
 
 def nothing(opt: ZeroOptimizer) -> Local:
-    local, _ = opt._reader.read()
-    local.drop()
-    return local
+    """The gradients of a rank without any.
+
+    Parameters are not looked at: it may be the thread that finishes rounds which asks, and others
+    write `p.grad` meanwhile, where torch lets the GIL go.
+    """
+    layout = opt._layout
+    ptrs = torch.zeros(layout.size, dtype=torch.int64, device="cpu")
+    return Local([ptrs, ptrs], torch.zeros(layout.bit_bytes, dtype=torch.uint8, device="cpu"))
 
 
 # Note [Withdrawn]

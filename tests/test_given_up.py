@@ -12,6 +12,7 @@ import random
 import socket
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 
@@ -224,6 +225,38 @@ def all_discard_and_step(rank: int, world: int, stage: int) -> dict[str, Tensor]
 def test_a_step_after_all_have_cleared_has_nothing(world: int, backend: str, stage: int) -> None:
     results = run_world(world, all_discard_and_step, stage, backend=backend)
     assert_equal(results, oracle(world, [0, 1], stage), backend)
+
+
+def rounds_in_the_background(rank: int, world: int) -> tuple[bool, bool]:
+    """Rank 0 gives a round up; its thread goes on with it while rank 0 may write to `p.grad`.
+
+    Returns if another thread has read parameters, and if one has announced something.
+    """
+    model = two_params()
+    opt = adamw(model, 2)
+    readers, speakers = set(), set()
+    read, start = opt._reader.read, opt._control.start
+    opt._reader.read = lambda: readers.add(threading.get_ident()) or read()
+    opt._control.start = lambda *said: speakers.add(threading.get_ident()) or start(*said)
+    if rank == 0:
+        attempt(opt, model, "after some")
+        opt.zero_grad()
+    else:
+        opt.backward(loss_of(model, rank, 9))
+        opt.zero_grad()
+    me = {threading.get_ident()}
+    deadline = time.monotonic() + 20
+    while rank == 0 and not speakers - me and time.monotonic() < deadline:
+        time.sleep(0.01)
+    dist.barrier()
+    opt.step()
+    return bool(readers - me), bool(speakers - me)
+
+
+@worlds(2)
+def test_rounds_in_the_background_read_no_gradients(world: int, backend: str) -> None:
+    (read, spoke), (others, _) = run_world(world, rounds_in_the_background, backend=backend)
+    assert spoke and not read and not others
 
 
 # Some ranks do not clear.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
@@ -247,3 +249,21 @@ def test_param_scan_in_threads_keeps_the_order():
         params[i].grad = None
         params[i].data = torch.zeros(2)
     assert scan(params, scanner)[3:] == (odd, changed)
+
+
+def test_param_scan_taken_in_the_middle_of_another():
+    """torch lets the GIL go, and finalizers run, where the scan drops what it gave before."""
+    p = Parameter(torch.ones(8))
+    scan = ParamScan([p])
+    ran = []
+
+    def in_between():
+        p.data = p.data.clone()
+        ran.append(scan.snapshot())
+
+    weakref.finalize(scan.snapshot()[0], in_between)
+    p.grad = torch.ones(8)
+    scan.snapshot()
+    assert len(ran) == 1
+    _, param_ptrs, _, _, _ = scan.snapshot()
+    assert param_ptrs.tolist() == [p.data_ptr()]
