@@ -6,15 +6,16 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from . import norms, reduction, state
 from .discard import lost
-from .presence import judge, message, message_bits, nothing, read_with_values, take_back
+from .presence import judge, message, message_bits, read_with_values, take_back, take_part
 from .reduced import Local
-from .rounds import Rounds, Waitable
+from .rounds import Until, Waitable
 from .transports.control import LOST, NO_DETAIL, WITH_OTHERS, Action, Agreed, Message
 from .window import run
 
@@ -85,21 +86,11 @@ def run_together(optimizers: list[ZeroOptimizer], works: list[Iterator[Waitable]
         time.sleep(LOOK_EVERY_S)
 
 
-class RoundsOver:
-    """Ready when the rounds started here are over; an error waits for finish()."""
-
-    def __init__(self, rounds: Rounds) -> None:
-        rounds.end_pass()
-        self.rounds, self.last = rounds, rounds.last
-
-    def ready(self) -> bool:
-        return self.rounds.finish_some(self.last)
-
-
 def shadow(opt: ZeroOptimizer, *, alone: bool) -> Iterator[Waitable]:
     """Do, with nothing of our own, what the others do, until all have joined."""
     if opt._rounds is not None:
-        yield RoundsOver(opt._rounds)
+        opt._rounds.end_pass()
+        yield Until(partial(opt._rounds.finish_some, opt._rounds.last))
     finish_unless_lost(opt)
     for p in opt._params:
         p.grad = None  # nobody counts on them, and what follows would not leave them as they are
@@ -120,8 +111,7 @@ def shadow(opt: ZeroOptimizer, *, alone: bool) -> Iterator[Waitable]:
         if not others:
             return
         if agreed.any_at(Action.ROUND):
-            opt._window.rounds += 1
-            yield from reduction.reduce_round(opt, nothing(opt), agreed, in_step=alone)
+            yield from take_part(opt, agreed, in_step=alone)
         else:
             follow(opt, local, mine, agreed, others[0])
 

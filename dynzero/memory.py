@@ -25,11 +25,10 @@ from .construction import (
 )
 from .fused import FusedSpec, check_elementwise
 from .layout import Layout, build_layout, is_dense, shard_dtype
-from .ops import HYPER_COLUMNS, STATE_POINTERS
+from .ops import HYPER_COLUMNS, IN_FLIGHT, STATE_POINTERS
 from .optimizer import ZeroOptimizer
 from .plan import Plan, make_plan
 from .shard import ALIGN
-from .transports.collective import IN_FLIGHT
 
 ROWS = (
     "masters", "moments", "tables", "between_steps", "gradients", "reduced", "buckets", "peak",

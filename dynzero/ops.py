@@ -28,6 +28,7 @@ HYPER_COLUMNS: dict[str, int] = _C.HYPER_COLUMNS
 HYPER_FLAGS: dict[str, int] = _C.HYPER_FLAGS
 STATE_POINTERS: dict[str, int] = _C.STATE_POINTERS
 OPTIMIZER_KINDS: dict[str, int] = _C.OPTIMIZER_KINDS
+IN_FLIGHT: int = _C.IN_FLIGHT
 
 SCHEMAS = {
     "pack_grads": "Tensor rows, Tensor full_chunks, Tensor grad_ptrs, ScalarType grad_dtype, "

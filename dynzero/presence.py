@@ -20,7 +20,7 @@ from .fused import Seen
 from .ops import Range
 from .plan import bit_mask
 from .reduced import Local
-from .rounds import Failed, Later, Pass, PassOver, Waitable
+from .rounds import Failed, Later, Pass, Until, Waitable
 from .transports.control import (
     COMPLAINT,
     EXHAUSTED,
@@ -148,7 +148,7 @@ def replaced(opt: ZeroOptimizer) -> ValueError | None:
 # So as long as such a rank follows, a rank that trains announces nothing before the work of what it
 # has announced so far is over. (Without a GPU it cannot: collectives have waited for the others.)
 
-# Optimizers that are followed so.
+# Optimizers on GPUs that are followed so.
 FOLLOWED: weakref.WeakSet[ZeroOptimizer] = weakref.WeakSet()
 
 
@@ -174,7 +174,7 @@ def agree(
         while (known := recalled(opt, action, bits, complaint)) is not None:
             if not known.any_at(Action.ROUND):
                 return local, known
-            take_part(opt, known)
+            run(take_part(opt, known, in_step=True))
         if opt._control.world == 1:
             return local, alone(opt, action, complaint, bits)
         while True:
@@ -184,7 +184,7 @@ def agree(
             if FOLLOWED and opt._device.type == "cuda":
                 work_is_over(opt)
             agreed = opt._control.exchange(mine, bits)
-            (FOLLOWED.add if followed_with_others(agreed) else FOLLOWED.discard)(opt)
+            note_followers(opt, agreed)
             if judge(opt, agreed, complaint):
                 continue
             others_reduce = agreed.any_at(Action.ROUND)
@@ -194,7 +194,7 @@ def agree(
                 opt._repeated.note(opt, action, agreed)
             if not others_reduce:
                 return local, agreed
-            take_part(opt, agreed)
+            run(take_part(opt, agreed, in_step=True))
 
 
 def work_is_over(opt: ZeroOptimizer) -> None:
@@ -208,8 +208,16 @@ def work_is_over(opt: ZeroOptimizer) -> None:
         time.sleep(1e-4)
 
 
-def followed_with_others(agreed: Agreed) -> bool:
-    return any(m.action is Action.JOIN and m.detail == WITH_OTHERS for m in agreed.messages)
+def note_followers(opt: ZeroOptimizer, agreed: Agreed) -> None:
+    """On a GPU: whether a rank follows this optimizer and others."""
+    if (
+        opt._device.type == "cuda"
+        and not agreed.alike
+        and any(m.action is Action.JOIN and m.detail == WITH_OTHERS for m in agreed.messages)
+    ):
+        FOLLOWED.add(opt)
+    elif FOLLOWED:
+        FOLLOWED.discard(opt)
 
 
 def alone(opt: ZeroOptimizer, action: Action, complaint: Exception | None, bits: Tensor) -> Agreed:
@@ -263,7 +271,7 @@ def judge(opt: ZeroOptimizer, agreed: Agreed, complaint: Exception | None) -> bo
     """
     first = agreed.messages[0]  # in the normal case all say the same, and nothing is wrong
     calm = first.action is not Action.CLEAR and first.trouble == 0 and first.given_up == 0
-    if calm and agreed.messages.count(first) == len(agreed.messages):
+    if calm and agreed.alike:
         return False
     if settle(opt, agreed):
         return True
@@ -285,10 +293,10 @@ def judge(opt: ZeroOptimizer, agreed: Agreed, complaint: Exception | None) -> bo
     return False
 
 
-def take_part(opt: ZeroOptimizer, agreed: Agreed) -> None:
+def take_part(opt: ZeroOptimizer, agreed: Agreed, *, in_step: bool) -> Iterator[Waitable]:
     """Take part, with nothing, in the others' backward round."""
     opt._window.rounds += 1
-    run(reduction.reduce_round(opt, nothing(opt), agreed, in_step=True))
+    yield from reduction.reduce_round(opt, nothing(opt), agreed, in_step=in_step)
 
 
 def nothing(opt: ZeroOptimizer) -> Local:
@@ -368,7 +376,7 @@ def round_of(
             opt._window.announced |= bits
             opt._window.had |= current.bits
         if ours and opt._repeated is not None and opt._repeated.holds(opt._rounds):
-            yield PassOver(current)
+            yield Until(lambda: current.located)
         local = current if ours else nothing(opt)
         in_step = agreed.in_step(asked=asked)
         yield from reduction.reduce_round(opt, local, agreed, in_step=in_step)

@@ -68,14 +68,11 @@ class Failed(Later):
         self.error, self.raised = error, False
 
 
-class PassOver:
-    """Ready when the pass has ended."""
+class Until:
+    """Ready when a function says so."""
 
-    def __init__(self, current: Pass) -> None:
-        self.current = current
-
-    def ready(self) -> bool:
-        return self.current.located
+    def __init__(self, ready: Callable[[], bool]) -> None:
+        self.ready = ready
 
 
 class Pass(Local):
@@ -333,8 +330,9 @@ class Rounds:
 
     def finish_aside(self) -> None:
         """Complete the rounds started so far, in a thread; errors are for the next finish()."""
-        if self._queue:  # weak, both: a round knows the optimizer, which may be dropped meanwhile
-            args = weakref.ref(self), weakref.ref(self._queue[-1])
+        last = self.last
+        if last is not None:  # weak, both: a round knows the optimizer, which may be dropped
+            args = weakref.ref(self), weakref.ref(last)
             threading.Thread(target=finish_in_thread, args=args, daemon=True).start()
 
     def finish_some(self, last: Iterator[Waitable] | None) -> bool:

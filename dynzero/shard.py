@@ -15,7 +15,7 @@ from torch import Tensor
 from .fused import MEMBERS, FusedSpec, Seen
 from .hooks import no_global_hooks
 from .layout import REAL_DTYPE, Layout, flat_view, shard_dtype
-from .ops import HYPER_COLUMNS, STATE_POINTERS, ops
+from .ops import HYPER_COLUMNS, IN_FLIGHT, STATE_POINTERS, ops
 from .plan import Bucket, Plan
 from .reduced import Gradients, capturing, same, upload
 
@@ -116,7 +116,7 @@ class Shard:
         for bucket in plan.buckets:
             self.update(plan, bucket, grads, gathering.room(bucket.number))
             gathering.send()
-            if receive and gathering.in_flight == ops.IN_FLIGHT:
+            if receive and gathering.in_flight == IN_FLIGHT:
                 gathering.receive()
         while receive and gathering.in_flight:
             gathering.receive()

@@ -255,8 +255,9 @@ def loaded_groups(
     opt: ZeroOptimizer, groups: list[dict[str, Any]], own: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """The groups as loading leaves them, of copies; `own` is what we have added to torch's."""
-    ours = own["groups"] if own else [{}] * len(groups)
-    ours = [{key: group[key] for key in OURS if own} for group in ours]
+    ours: list[dict[str, Any]] = [{}] * len(groups)
+    if own:
+        ours = [{key: group[key] for key in OURS} for group in own["groups"]]
     if len(ours) != len(groups):
         raise ValueError(
             f"load_state_dict: expected {len(groups)} entries in 'dynzero' 'groups', got "

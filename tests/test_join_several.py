@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import time
 from typing import Any
@@ -135,8 +136,6 @@ def test_a_rank_that_dies_is_named(stages: tuple[int, int]) -> None:
 
 
 def one_stays_away(rank: int, world: int, seconds: float) -> tuple[str, float]:
-    import datetime
-
     group = dist.new_group(timeout=datetime.timedelta(seconds=seconds))
     *_, opt_g, opt_d = players((1, 1), process_group=group)
     start = time.monotonic()

@@ -24,9 +24,6 @@ from .control import Control
 # no scaling before the sum can both save), results have the same bits for every bucket size, and
 # slots of ranks without a gradient are never read.
 
-# Buckets in flight: one is being packed while the one before it travels.
-IN_FLIGHT: int = ops.IN_FLIGHT
-
 
 class Collective:
     """Data collectives of one optimizer, over a group of its own with the user's backend."""

@@ -101,6 +101,11 @@ class Agreed(NamedTuple):
     messages: list[Message]
     bits: Tensor
 
+    @property
+    def alike(self) -> bool:
+        """All ranks say the same."""
+        return self.messages.count(self.messages[0]) == len(self.messages)
+
     def in_round(self) -> list[bool]:
         """The ranks whose backward round this is; the others take part with nothing.
 
