@@ -235,15 +235,15 @@ def rounds_in_the_background(rank: int, world: int) -> tuple[bool, bool]:
     model = two_params()
     opt = adamw(model, 2)
     readers, speakers = set(), set()
+    if rank == 0:
+        attempt(opt, model, "after some")
+    else:
+        opt.backward(loss_of(model, rank, 9))
+    # From here on: on CUDA hooks run in a thread of autograd, which reads as it should.
     read, start = opt._reader.read, opt._control.start
     opt._reader.read = lambda: readers.add(threading.get_ident()) or read()
     opt._control.start = lambda *said: speakers.add(threading.get_ident()) or start(*said)
-    if rank == 0:
-        attempt(opt, model, "after some")
-        opt.zero_grad()
-    else:
-        opt.backward(loss_of(model, rank, 9))
-        opt.zero_grad()
+    opt.zero_grad()
     me = {threading.get_ident()}
     deadline = time.monotonic() + 20
     while rank == 0 and not speakers - me and time.monotonic() < deadline:
@@ -568,6 +568,8 @@ if dist.get_rank() == 0:
         opt.backward((Fails.apply(a * 1) * b).sum())
     except ArithmeticError:
         opt.zero_grad()
+else:
+    time.sleep(1.0)  # a collective of rank 0 that fails just as it ends: torch aborts then
 """
 
 
