@@ -262,6 +262,11 @@ class Gradients:
             return grad / (scale * divisor).to(grad.dtype)
         return grad if divisor == 1 else grad / divisor
 
+    def writable(self, i: int) -> Tensor:
+        """The same to write to, as torch's classes may: no part of zeros that several share."""
+        grad = self.averaged(i)
+        return grad.clone() if self.in_place and i in self.local.own else grad
+
 
 def upload(table: Tensor, device: torch.device) -> Tensor:
     """A copy of a CPU tensor on `device`; asynchronous, through pinned memory, on CUDA."""

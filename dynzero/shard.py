@@ -381,7 +381,7 @@ class TorchShard(Shard):
         clip = grads.decided("clip") if grads.clipping else None
         for i in active:
             self._refresh(i)
-            grad = grads.averaged(i)
+            grad = grads.writable(i)
             self.pieces[i].grad = grad if clip is None else grad * clip.to(grad.dtype)
         self.inner.param_groups = self._inner_groups(active, groups)
         with no_global_hooks():

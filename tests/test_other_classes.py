@@ -169,3 +169,38 @@ def test_numbers_take_no_memory() -> None:
     params = [torch.nn.Parameter(torch.empty(n, device="meta")) for n in (1000, 24)]
     estimate = dynzero.estimate_memory(params, 1, 1, Numbers, lr=0.1)
     assert estimate.moments == 4 * (1000 + 24)
+
+
+def nesterov(model: Parameters, build: Any, **options: Any) -> Any:
+    """torch's foreach code adds the momentum to the gradient that it is given, in place."""
+    kwargs: dict[str, Any] = {"lr": 0.125, "momentum": 0.5, "nesterov": True, "foreach": True}
+    return build(model.named_parameters(), torch.optim.SGD, **kwargs, **options)
+
+
+def with_zeros(rank: int, world: int, stage: int, average: str) -> Parameters:
+    model = model_abc()
+    options = {"stage": stage, "average": average, "fused": False}
+    opt = nesterov(model, dynzero.ZeroOptimizer, absent="zero", **options)
+    for factors in [*USED, {"a": 1.0}, {}, {}]:
+        if factors:
+            opt.backward(weighted(model, factors))
+        opt.step()
+        opt.zero_grad()
+    return model
+
+
+@stages
+@pytest.mark.parametrize("average", ["world", "present"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_zeros_are_zeros_after_torch_has_written_to_them(
+    world: int, stage: int, average: str
+) -> None:
+    model = model_abc()
+    plain = nesterov(model, lambda params, cls, **options: cls(params, **options))
+    for factors in [*USED, {"a": 1.0}, {}, {}]:
+        for name, p in model.named_parameters():
+            p.grad = torch.full_like(p, factors.get(name, 0.0))
+        plain.step()
+    for trained in run_world(world, with_zeros, stage, average):
+        for name, p in model.named_parameters():
+            assert_same_bits(trained.get_parameter(name).detach(), p.detach(), name)
