@@ -238,6 +238,10 @@ PYBIND11_MODULE(_C, m) {
 
   add_movers(m);
 
+  m.def(
+      "has_plain_data",
+      [](const at::Tensor& tensor) { return has_plain_data(tensor.unsafeGetTensorImpl()); },
+      py::arg("tensor"), "If the elements are what lies in memory: strided, and nothing pending.");
   py::class_<ParamScan, std::shared_ptr<ParamScan>>(m, "ParamScan",
                                                     "Reads where parameters and gradients are.")
       .def(py::init<py::list>(), py::arg("params"))

@@ -16,16 +16,15 @@
 #include <utility>
 
 namespace dynzero {
-namespace {
 
-// Tensors whose data is not simply there: another layout, a pending conjugation or negation, a
-// symbolic zero, a Python subclass that wraps something else.
 bool has_plain_data(const at::TensorImpl* impl) {
   constexpr c10::DispatchKeySet special({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
                                          c10::DispatchKey::ZeroTensor, c10::DispatchKey::Python});
   return impl->has_storage() && impl->layout() == c10::kStrided &&
          !impl->key_set().has_any(special);
 }
+
+namespace {
 
 int64_t address_of(const void* data) { return reinterpret_cast<int64_t>(data); }
 
@@ -195,9 +194,10 @@ void ParamScan::read_range(int64_t first, int64_t last, Found& found) {
     links_[static_cast<size_t>(i)] = {impl, impl->autograd_meta(), storage_of(impl), grad,
                                       grad == nullptr ? nullptr : storage_of(grad)};
     const Remembered& remembered = remembered_[static_cast<size_t>(i)];
-    if (!is_like(remembered, impl)) found.changed.push_back(i);
+    const bool plain = is_plain(remembered, impl);
+    if (!plain || !is_like(remembered, impl)) found.changed.push_back(i);
     int64_t address = 0;
-    if (is_plain(remembered, impl)) {
+    if (plain) {
       // Materialising a lazy clone is work for the current stream, which only one thread knows.
       const bool lazy = c10::impl::cow::is_cow_data_ptr(impl->unsafe_storage().data_ptr());
       address = lazy ? 0 : address_of(impl->mutable_data());

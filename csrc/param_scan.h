@@ -15,6 +15,10 @@
 
 namespace dynzero {
 
+// False of tensors whose data is not simply there: another layout, a pending conjugation or
+// negation, a symbolic zero, a Python subclass that wraps something else.
+bool has_plain_data(const at::TensorImpl* impl);
+
 class ParamScan {
  public:
   // Keeps the tensor objects alive, and remembers dtype, device, sizes and memory order of each.
@@ -27,9 +31,9 @@ class ParamScan {
   //   grad_ptrs   int64 [P]             address of .grad; 0 where absent, odd or empty
   //   param_ptrs  int64 [P]             address of the parameter; 0 where it is empty
   //   present     uint8 [ceil(P / 8)]   little-endian bits: .grad is set
-  // changed: parameters that are not as remembered. odd: parameters with a gradient that the
-  // kernels cannot read in place, as it is not strided, or is not like the remembered parameter, or
-  // that has gaps or overlaps.
+  // changed: parameters that are not as remembered, or without plain data. odd: parameters with a
+  // gradient that the kernels cannot read in place, as it is not strided, or is not like the
+  // remembered parameter, or that has gaps or overlaps.
   // Where no value has changed since the last call the tensor is that one again, so nobody may
   // write to it.
   using Snapshot = std::tuple<at::Tensor, at::Tensor, at::Tensor, Indices, Indices>;

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .ops import ops
 from .table import CHUNK, CHUNK_BITS
 
 REAL_DTYPE = {
@@ -167,8 +168,22 @@ def check_param(p: Tensor, name: str) -> None:
         raise ValueError(
             f"parameter '{name}': expected a strided tensor, got {p.layout}; make it dense"
         )
+    if not ops.has_plain_data(p):
+        raise ValueError(
+            f"parameter '{name}': expected a tensor whose elements lie in its memory, got "
+            f"{kind_of(p)}; pass what it stands for (.resolve_conj(), .resolve_neg(), .to_local())"
+        )
     if overlaps(p):
         raise ValueError(
             f"parameter '{name}': its elements overlap in memory (strides {tuple(p.stride())} for "
             f"shape {tuple(p.shape)}), expected one place for each; pass a .contiguous() copy"
         )
+
+
+def kind_of(p: Tensor) -> str:
+    """What keeps the elements of `p` from lying in its memory, in words."""
+    if p.is_conj() or p.is_neg():
+        return "a view that is still to be conjugated or negated"
+    if p._is_zerotensor():
+        return "a symbolic zero"
+    return f"a {type(p.data).__name__}, which wraps other tensors"

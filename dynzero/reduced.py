@@ -12,7 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layout import Layout, dense_strides, flat_copy, flat_view, is_dense, shard_dtype
+from .layout import (
+    Layout,
+    dense_strides,
+    flat_copy,
+    flat_view,
+    is_dense,
+    kind_of,
+    shard_dtype,
+)
 from .loss_scale import ScaleState
 from .ops import STATUS_FIELDS, ops
 from .plan import Bucket, Plan
@@ -107,6 +115,12 @@ class Reader:
 
     def complaint(self, i: int) -> ValueError:
         p = self.params[i]
+        if not ops.has_plain_data(p):
+            return ValueError(
+                f"parameter '{self.layout.names[i]}' has become {kind_of(p)}; expected a tensor "
+                "whose elements lie in its memory, as at construction (.resolve_conj(), "
+                ".resolve_neg())"
+            )
         return ValueError(
             f"parameter '{self.layout.names[i]}' is not what it was at construction: it now has "
             f"dtype {p.dtype}, device {p.device}, shape {tuple(p.shape)} and strides "
