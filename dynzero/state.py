@@ -140,7 +140,7 @@ def load(opt: ZeroOptimizer, state_dict: dict[str, Any]) -> None:
     except Exception as caught:  # whatever it is, the others must not wait for this rank
         error = caught
     opt._control.raise_together(error)
-    construction.agree_on_setup(opt._control, lines)
+    construction.agree_on_setup(opt._control, lines, "Load states of the same run on every rank")
     commit(opt, own, groups, loaded, spec)
 
 
@@ -326,10 +326,10 @@ def piece_of(opt: ZeroOptimizer, i: int, key: str, value: Any, form: str) -> Any
             f"load_state_dict: '{key}' of parameter '{name}': expected shape {tuple(p.shape)}, got "
             f"{tuple(value.shape)}"
         )
-    wide = value.to(opt._device)
-    if p.is_complex() and not wide.is_complex():
-        wide = wide.to(p.dtype)
-    return flat_copy(wide, p)[start : start + own].to(dtype)
+    if p.is_complex() and not value.is_complex():
+        value = value.to(p.dtype)
+    # Cut where it is, and copied: the whole one is not to come to this device, nor to stay.
+    return flat_copy(value, p)[start : start + own].to(opt._device, dtype, copy=True)
 
 
 def commit(

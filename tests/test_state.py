@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from world import check_words, close_worlds, message_of, rank_device, run_world
 
 import dynzero
+import dynzero.state
 
 
 def to_bytes(thing: Any) -> bytes:
@@ -347,3 +348,24 @@ def test_a_state_whose_first_step_was_skipped(world: int, stage: int, dtype: tor
         for form in ("state_dict", "full_state_dict"):
             for name, value in finals[""].items():
                 assert_same_bits(finals[form][name], value, f"{form}: {name}")
+
+
+def bytes_to_keep(rank: int, world: int, stage: int) -> list[int]:
+    """Of the memory behind what load_state_dict() takes of a full state, and of a piece."""
+    p = nn.Parameter(torch.ones(64, 8))
+    opt = dynzero.ZeroOptimizer([p], torch.optim.AdamW, lr=0.1, stage=stage)
+    opt.backward(p.sum())
+    opt.step()
+    saved = opt.full_state_dict()["state"][0]["exp_avg"]
+    piece = dynzero.state.piece_of(opt, 0, "exp_avg", saved, "full")
+    saved.fill_(7.0)
+    assert not (piece == 7.0).any(), "a copy"
+    return [piece.untyped_storage().nbytes(), piece.numel() * piece.itemsize]
+
+
+@stages
+@pytest.mark.parametrize("world", [1, 2])
+def test_loading_holds_no_more_than_pieces(world: int, stage: int) -> None:
+    """Each rank gets all of the full state, and would hold it until the last entry is cut."""
+    for held, needed in run_world(world, bytes_to_keep, stage):
+        assert held == needed == 64 * 8 * 4 // (1 if stage == 0 else world)
