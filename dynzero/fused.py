@@ -44,7 +44,7 @@ class Seen:
 
     def again(self, groups: list[dict[str, Any]]) -> bool:
         """True if nothing in them can have changed since the last call."""
-        values = [value for group in groups for value in group.values()]
+        values = [part for group in groups for item in group.items() for part in item]
         known, self._values = self._values, values
         if len(known) == len(values) and all(map(operator.is_, known, values)):
             return True
@@ -127,42 +127,54 @@ def check_elementwise(cls: type[Optimizer], kwargs: dict[str, Any]) -> dict[str,
 
     Returns its state of one piece: tensors with a value for each element, and single numbers.
 
-    Runs two steps on one matrix, and on the same numbers cut into two flat pieces: the results
-    must agree. So trust ratios (LAMB), matrix methods (Muon, Shampoo), factored moments (Adafactor)
-    and optimizers that call a closure again (LBFGS) are refused whoever wrote them.
+    Runs two steps on one matrix, and on the same numbers cut into two flat pieces, each piece with
+    an optimizer of its own as on two ranks; with small and with large gradients, so that limits are
+    met. The results must agree. So trust ratios (LAMB), matrix methods (Muon, Shampoo), factored
+    moments (Adafactor), norms over all parameters and optimizers that call a closure again (LBFGS)
+    are refused whoever wrote them.
     """
     # Float64 and a large rate: the updates, not the start values, decide.
-    rate = {"lr": 0.1} if "lr" in kwargs else {}
+    options = {**kwargs, "lr": 0.1} if "lr" in kwargs else kwargs
     generator = torch.Generator("cpu").manual_seed(0)
     numbers = torch.empty(3, 4, 6, dtype=torch.float64, device="cpu").normal_(generator=generator)
     start, *grads = numbers.unbind()
-    whole = [torch.nn.Parameter(start.clone())]
-    parts = [torch.nn.Parameter(part.clone()) for part in start.flatten().split([7, 17])]
-    try:
-        # On the CPU whatever the default is, where the class makes tensors itself.
-        with torch.device("cpu"), no_global_hooks():
-            for params in (whole, parts):
-                optimizer = cls(params, **{**kwargs, **rate})
-                for grad in grads:
-                    cut = [grad] if len(params) == 1 else grad.flatten().split([7, 17])
-                    for p, g in zip(params, cut, strict=True):
-                        p.grad = g.clone()
-                    optimizer.step()
-    except Exception as cause:
-        raise ValueError(
-            f"optimizer_class: {cls.__name__} cannot run on 1-D pieces of parameters without a "
-            f"closure ({type(cause).__name__}: {cause}); use an elementwise torch.optim class"
-        ) from cause
-    together = torch.cat([p.detach() for p in parts]).view(4, 6)
-    if not torch.allclose(whole[0].detach(), together, rtol=1e-9, atol=1e-12):
-        raise ValueError(
-            f"optimizer_class: {cls.__name__} is not elementwise: an element's update depends on "
-            "other elements or on the parameter's shape, so it cannot run on pieces; use an "
-            "elementwise torch.optim class"
-        )
-    for p in parts:
-        check_state(cls, optimizer.state[p], p)
-    return {k: v for k, v in optimizer.state[parts[0]].items() if v is not None}
+    flat_start, flat_grads = start.flatten(), [grad.flatten() for grad in grads]
+    for size in (1.0, 1e-3, 1e3):
+        try:
+            whole, _ = after_steps(cls, options, start, [g * size for g in grads])
+            parts = [
+                after_steps(cls, options, flat_start[cut], [g[cut] * size for g in flat_grads])
+                for cut in (slice(7), slice(7, 24))
+            ]
+        except Exception as cause:
+            raise ValueError(
+                f"optimizer_class: {cls.__name__} cannot run on 1-D pieces of parameters without a "
+                f"closure ({type(cause).__name__}: {cause}); use an elementwise torch.optim class"
+            ) from cause
+        together = torch.cat([p for p, _ in parts]).view(4, 6)
+        if not torch.allclose(whole, together, rtol=1e-9, atol=1e-12):
+            raise ValueError(
+                f"optimizer_class: {cls.__name__} is not elementwise: an element's update depends "
+                "on other elements or on the parameter's shape, so it cannot run on pieces; use an "
+                "elementwise torch.optim class"
+            )
+        for p, state in parts:
+            check_state(cls, state, p)
+    return {k: v for k, v in parts[0][1].items() if v is not None}
+
+
+def after_steps(
+    cls: type[Optimizer], options: dict[str, Any], start: Tensor, grads: list[Tensor]
+) -> tuple[Tensor, dict[str, Any]]:
+    """What one parameter is after a step with each gradient, and its state."""
+    p = torch.nn.Parameter(start.clone())
+    # On the CPU whatever the default is, where the class makes tensors itself.
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), no_global_hooks():
+        optimizer = cls([p], **options)
+        for grad in grads:
+            p.grad = grad.clone()
+            optimizer.step()
+    return p.detach(), optimizer.state[p]
 
 
 def check_state(cls: type[Optimizer], state: dict[str, Any], p: Tensor) -> None:

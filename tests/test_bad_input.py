@@ -35,6 +35,41 @@ class Lamb(OPTIM.Optimizer):
                     p.sub_(p.grad * (group["lr"] * p.norm() / p.grad.norm()))
 
 
+class Clipped(OPTIM.Optimizer):
+    """SGD that clips the norm of each gradient, or of all of them, to `limit`."""
+
+    def __init__(
+        self, params: Any, lr: float = 0.1, limit: float = 1.0, whole: bool = True
+    ) -> None:
+        super().__init__(params, {"lr": lr, "limit": limit, "whole": whole})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            grads = [p.grad for p in group["params"] if p.grad is not None]
+            for p in group["params"]:
+                if p.grad is not None:
+                    some = grads if group["whole"] else [p.grad]
+                    norm = torch.stack([grad.norm() for grad in some]).norm()
+                    p.sub_(p.grad * group["lr"] * (group["limit"] / norm).clamp(max=1.0))
+
+
+class Wrapper(Tensor):
+    """As quantised or distributed weights are."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapper:
+        made: Wrapper = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        return made
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls(args[0].inner) if func is torch.ops.aten.detach.default else NotImplemented
+
+
 class Call(NamedTuple):
     """One construction; `params(model)` and `options` replace the good ones."""
 
@@ -97,6 +132,19 @@ PARAMS: dict[str, Bad] = {
     "sparse": Bad(
         Call(lambda m: leaf(torch.zeros(3, 4).to_sparse())), ValueError, ("odd", "sparse", "dense")
     ),
+    "conjugate": Bad(
+        Call(lambda m: [("odd", nn.Parameter(torch.ones(3, dtype=torch.complex64).conj()))]),
+        ValueError,
+        ("odd", "conjugated", "resolve_conj"),
+    ),
+    "symbolic zero": Bad(
+        Call(lambda m: leaf(torch._efficientzerotensor(3))), ValueError, ("odd", "symbolic zero")
+    ),
+    "wrapper": Bad(Call(lambda m: leaf(Wrapper(torch.ones(3)))), ValueError, ("odd", "Wrapper")),
+    "lazy": Bad(
+        Call(lambda m: nn.LazyLinear(3).named_parameters()), ValueError, ("weight", "lazy", "run")
+    ),
+    "a dict": Bad(Call(lambda m: dict(m.named_parameters())), TypeError, ("params", "items()")),
     "on two devices": Bad(
         Call(lambda m: [("u", m.u), *leaf(torch.zeros(3, device="meta"))]),
         ValueError,
@@ -133,6 +181,12 @@ OPTIMIZERS: dict[str, Bad] = {
     "LBFGS": Bad(Call(optimizer=OPTIM.LBFGS), ValueError, ("LBFGS", "closure", "elementwise")),
     "Adafactor": Bad(Call(optimizer=OPTIM.Adafactor), ValueError, ("Adafactor", "elementwise")),
     "LAMB": Bad(Call(optimizer=Lamb), ValueError, ("Lamb", "elementwise")),
+    "norm of all": Bad(Call(optimizer=Clipped), ValueError, ("Clipped", "elementwise")),
+    "norm of each, seldom": Bad(
+        Call(optimizer=Clipped, options={"limit": 100.0, "whole": False}),
+        ValueError,
+        ("Clipped", "elementwise"),
+    ),
     "unknown option": Bad(with_option(momentums=1), TypeError, ("AdamW", "momentums")),
     "negative rate": Bad(with_option(lr=-1.0), ValueError, ("learning rate", "-1.0")),
     "fused RMSprop": Bad(
