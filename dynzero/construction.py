@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import UninitializedParameter
 from torch.optim import Optimizer
 
 from ._build import build_info
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 ABSENT = ("skip", "zero")
 AVERAGE = ("world", "present")
+# Options that the kernels read, and how many numbers each is.
+NUMBERS = {"lr": 1, "betas": 2, "eps": 1, "momentum": 1, "dampening": 1, "weight_decay": 1}
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,11 @@ def without_duplicates(params: Any, known: dict[int, str] | None = None) -> Any:
                     f"{len(member)}"
                 )
             name, p = member if isinstance(member, tuple) else (f"{g}.{k}", member)
+            if isinstance(p, UninitializedParameter):
+                raise ValueError(
+                    f"params: parameter '{name}' of a lazy module has no shape yet; run the model "
+                    "once, then build the optimizer"
+                )
             if id(p) in seen:
                 raise ValueError(
                     f"params: parameter '{name}' is the same object as '{seen[id(p)]}'; list each "
@@ -145,6 +153,8 @@ def without_duplicates(params: Any, known: dict[int, str] | None = None) -> Any:
 def listed(params: Any) -> list[Any]:
     if isinstance(params, (set, frozenset)):
         raise TypeError("params: expected an ordered collection, got a set; use a list")
+    if isinstance(params, dict):
+        raise TypeError("params: expected a list, got a dict; pass its .items() or .values()")
     if not isinstance(params, Iterable):
         raise TypeError(
             "params: expected an iterable of parameters, of (name, parameter) pairs or of group "
@@ -249,12 +259,22 @@ def checked_spec(
         raise ValueError(
             f"{reason}, and was off at construction; build the optimizer with it, or fused=False"
         )
-    try:
-        for group in groups:
-            spec.row(group)
-    except (TypeError, ValueError, KeyError) as cause:
-        raise ValueError(f"options of a parameter group: {cause!r}; see param_groups") from cause
+    for g, group in enumerate(groups):
+        for key, count in NUMBERS.items():
+            if key in group and not are_numbers(group[key], count):
+                raise ValueError(
+                    f"param_groups: group {g}: {key}: expected "
+                    f"{'a number' if count == 1 else f'{count} numbers'}, got {group[key]!r}"
+                )
     return spec
+
+
+def are_numbers(value: Any, count: int) -> bool:
+    try:
+        numbers = [float(part) for part in ((value,) if count == 1 else value)]
+    except (TypeError, ValueError):
+        return False
+    return len(numbers) == count
 
 
 def build_shard(opt: ZeroOptimizer) -> Shard:
@@ -345,7 +365,11 @@ def fingerprint(thing: Any) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def agree_on_setup(control: Control, lines: list[str]) -> None:
+def agree_on_setup(
+    control: Control,
+    lines: list[str],
+    remedy: str = "Build the same optimizer over the same parameters on every rank",
+) -> None:
     """Collective: ValueError on every rank, naming the first difference, if the lines differ."""
     if len(set(control.gather_objects(fingerprint(lines)))) == 1:
         return
@@ -357,8 +381,7 @@ def agree_on_setup(control: Control, lines: list[str]) -> None:
             if first != other:
                 raise ValueError(
                     f"ranks differ: rank {control.ranks[0]} has {first}; rank "
-                    f"{control.ranks[rank]} has {other}. Build the same "
-                    "optimizer over the same parameters on every rank"
+                    f"{control.ranks[rank]} has {other}. {remedy}"
                 )
 
 
@@ -413,7 +436,7 @@ def add_group(opt: ZeroOptimizer, group: dict[str, Any], add: Callable[[Any], No
         error = caught
     try:
         opt._control.raise_together(error)
-        agree_on_setup(opt._control, lines)
+        agree_on_setup(opt._control, lines, "Add the same group on every rank")
         if opt._mover is not None:
             first, copy = opt._layout.size, opt._options.sync_params
             new = params[first:], tuple(names[first:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,14 @@ class LossScale:
     on_minimum: str = "raise"
 
     def __post_init__(self) -> None:
+        for field in ("init", "growth", "backoff", "window", "hysteresis", "minimum"):
+            whole = field in ("window", "hysteresis")
+            got = getattr(self, field)
+            kind = numbers.Integral if whole else numbers.Real
+            if isinstance(got, bool) or not isinstance(got, kind):
+                raise TypeError(
+                    f"LossScale: {field}: expected {'an int' if whole else 'a number'}, got {got!r}"
+                )
         rules = {
             "init": (self.minimum <= self.init <= MAX_SCALE, "at least minimum, at most 2^100"),
             "growth": (1 <= self.growth < math.inf, "at least 1, and finite"),
@@ -77,8 +86,13 @@ class ScaleState:
         """`loss` (a tensor, or a list or tuple of them) times the scale, in float32 or wider."""
         if not self.scaling:
             return loss
-        if isinstance(loss, (list, tuple)):
+        if type(loss) in (list, tuple):
             return type(loss)(self.multiply(part) for part in loss)
+        if not isinstance(loss, (Tensor, int, float)):
+            raise TypeError(
+                "loss: expected a tensor, or a list or tuple of tensors, to scale, got "
+                f"{type(loss).__name__}; scale each of its losses"
+            )
         if isinstance(loss, Tensor):
             loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
         return loss * self.value.to(torch.float32)

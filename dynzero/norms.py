@@ -18,15 +18,18 @@ if TYPE_CHECKING:
     from .optimizer import ZeroOptimizer
 
 
-def checked(max_norm: Any, norm_type: Any) -> tuple[tuple[float, float], ValueError | None]:
-    """Both as numbers, and what is wrong with them: for all ranks to raise, not for this alone."""
+def checked(
+    max_norm: Any, norm_type: Any, name: str = "norm_type"
+) -> tuple[tuple[float, float], ValueError | None]:
+    """Both as numbers, and what is wrong with them: for all ranks to raise, not for this alone.
+
+    name: of the second one, in the caller's arguments.
+    """
     limit, order = as_number(max_norm), as_number(norm_type)
     if not limit >= 0:
         return NO_DETAIL, ValueError(f"max_norm: expected a number of at least 0, got {max_norm!r}")
     if not order > 0:
-        return NO_DETAIL, ValueError(
-            f"norm_type: expected a number above 0 or inf, got {norm_type!r}"
-        )
+        return NO_DETAIL, ValueError(f"{name}: expected a number above 0 or inf, got {norm_type!r}")
     return (limit, order), None
 
 

@@ -267,11 +267,16 @@ class ZeroOptimizer(Optimizer):
             self._arrivals.finish()
 
     def scale(self, loss: Any) -> Any:
-        """`loss` (a tensor, or a list or tuple of them) times the current loss scale."""
+        """`loss` (a tensor or number, or a list or tuple of them) times the current loss scale.
+
+        Raises TypeError for others.
+        """
         return self._scale.multiply(loss)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """`scale(loss).backward(**kwargs)`."""
+        """`scale(loss).backward(**kwargs)`. TypeError if `loss` is no tensor."""
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"loss: expected a tensor, got {type(loss).__name__} {loss!r}")
         self._in_backward = True
         self.scale(loss).backward(**kwargs)
         self._in_backward = False
@@ -334,7 +339,7 @@ class ZeroOptimizer(Optimizer):
 
         Collective. p > 0, or inf; a complex number counts as its real and imaginary part.
         """
-        (_, order), wrong = norms.checked(0.0, p)
+        (_, order), wrong = norms.checked(0.0, p, "p")
         local, agreed = presence.agree(self, Action.GRAD_NORM, (order, 0.0), wrong)
         return norms.total(self, reduction.reduce(self, local, agreed), order)
 

@@ -286,7 +286,8 @@ def judge(opt: ZeroOptimizer, agreed: Agreed, complaint: Exception | None) -> bo
     active = [r for r, m in enumerate(agreed.messages) if m.action is not Action.JOIN]
     if len({agreed.messages[r].fingerprint for r in active}) > 1:
         lines = construction.hyperparameter_lines(opt.param_groups)
-        construction.agree_on_setup(opt._control, lines)
+        remedy = "Give parameter groups the same options on every rank (a scheduler's, too)"
+        construction.agree_on_setup(opt._control, lines, remedy)
     elif active and len({m.fingerprint for m in agreed.messages}) > 1:
         # A rank that has joined no longer runs its scheduler, but still updates its pieces.
         construction.adopt_options(opt, active[0], opt._control.rank not in active)

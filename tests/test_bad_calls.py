@@ -109,7 +109,13 @@ def otherwise(usual: Callable[[Place], Any], stray: Callable[[Place], Any]) -> A
 WEIGHT = "trunk.weight"
 MISUSES: dict[str, Misuse] = {
     "other rate": Misuse(
-        set_rate(0.25), words=("lr", "0.05", "0.25"), mend=set_rate(0.05), alone=False
+        set_rate(0.25),
+        words=("lr", "0.05", "0.25", "same options", "scheduler"),
+        mend=set_rate(0.05),
+        alone=False,
+    ),
+    "weight to be negated": Misuse(
+        replace_data(WEIGHT, torch._neg_view), words=(WEIGHT, "has become", "resolve_neg")
     ),
     "weight cast to bf16": Misuse(
         replace_data(WEIGHT, Tensor.bfloat16),
@@ -175,7 +181,7 @@ MISUSES: dict[str, Misuse] = {
     "other limit": Misuse(
         call=otherwise(lambda p: p.opt.clip_grad_norm_(1.0), lambda p: p.opt.clip_grad_norm_(2.0)),
         kind=RuntimeError,
-        words=("clip_grad_norm_()", "1.0", "2.0", "rank"),
+        words=("clip_grad_norm_()", "max_norm = 1,", "max_norm = 2,", "rank"),
         alone=False,
     ),
     "other parameter read": Misuse(
@@ -200,7 +206,7 @@ MISUSES: dict[str, Misuse] = {
     ),
     "norm of no order on one rank": Misuse(
         call=otherwise(lambda p: p.opt.grad_norm(), lambda p: p.opt.grad_norm("two")),
-        words=("rank", "norm_type", "'two'"),
+        words=("rank", "p: expected", "'two'"),
         alone=False,
     ),
     "negative limit on one rank": Misuse(
@@ -227,7 +233,7 @@ MISUSES: dict[str, Misuse] = {
         call=otherwise(add(lambda p: extra(3)), add(lambda p: extra(3), average="median")),
         words=("average", "median"),
     ),
-    "norm of order 0": Misuse(call=lambda p: p.opt.grad_norm(0), words=("norm_type", "0")),
+    "norm of order 0": Misuse(call=lambda p: p.opt.grad_norm(0), words=("p: expected", "0")),
     "negative limit": Misuse(
         call=lambda p: p.opt.clip_grad_norm_(-1.0), words=("max_norm", "-1.0")
     ),
@@ -310,3 +316,14 @@ def test_moved_model_is_refused(device: str) -> None:
     SCENARIO.loss(model, Turn(0, 0, 0, 1)).backward()
     model.cpu()
     check_words(message_of(ValueError, opt.step), [WEIGHT, "device", "cuda", "cpu"])
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("loss", [3.0, None, [torch.ones(())]])
+def test_a_loss_that_is_no_tensor_is_refused(stage: int, loss: Any) -> None:
+    p = nn.Parameter(torch.ones(3))
+    opt = dynzero.ZeroOptimizer([p], torch.optim.SGD, lr=1.0, stage=stage)
+    opt.backward(p.sum())
+    check_words(message_of(TypeError, opt.backward, loss), ["loss", type(loss).__name__])
+    opt.step()
+    assert p.tolist() == [0.0] * 3, "the window is as it was"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from play import Lines, assert_close, assert_same_bits, assert_states_equal, stages, worlds
 from scenario import Parameters, snapshot, state_by_name
-from world import message_of, rank_device, run_world
+from world import check_words, message_of, rank_device, run_world
 
 import dynzero
 
@@ -367,3 +367,27 @@ def test_the_stock_grad_scaler_is_refused(stage: int) -> None:
 def test_loss_scale_refuses_bad_options(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=field):
         dynzero.LossScale(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["init", "growth", "backoff", "window", "hysteresis", "minimum"])
+@pytest.mark.parametrize("value", ["2", None, True])
+def test_loss_scale_refuses_what_is_no_number(field: str, value: Any) -> None:
+    message = message_of(TypeError, dynzero.LossScale, **{field: value})
+    check_words(message, [field, "expected", repr(value)])
+
+
+def test_loss_scale_counts_whole_steps() -> None:
+    check_words(message_of(TypeError, dynzero.LossScale, window=1.5), ["window", "int", "1.5"])
+
+
+class Losses(NamedTuple):
+    first: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", [lambda loss: {"a": loss}, Losses])
+def test_only_lists_and_tuples_of_losses_are_scaled(kind: Any) -> None:
+    p = torch.nn.Parameter(torch.ones(3))
+    opt = dynzero.ZeroOptimizer([p], torch.optim.SGD, lr=1.0, loss_scale=8.0)
+    losses = kind(p.sum())
+    check_words(message_of(TypeError, opt.scale, losses), ["loss", type(losses).__name__])
+    assert [float(loss) for loss in opt.scale((p.detach().sum(), 2.0))] == [24.0, 16.0]

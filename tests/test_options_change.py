@@ -162,3 +162,41 @@ def rate_changed_between(rank: int, world: int, stage: int, where: str) -> list[
 @pytest.mark.parametrize(("where", "a"), [("counted", 0.5), ("alone", 0.75), ("discarded", 0.5)])
 def test_a_rate_may_change_between_backward_calls(stage: int, where: str, a: float) -> None:
     assert run_world(2, rate_changed_between, stage, where) == [[a, 1.0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("eps", "small"), ("betas", (0.9,)), ("betas", 0.9), ("lr", None), ("weight_decay", [])],
+)
+def test_an_option_that_is_no_number_is_named(key: str, value: Any) -> None:
+    model = model_ab()
+    groups = [{"params": [model.a]}, {"params": [model.b]}]
+    opt = dynzero.ZeroOptimizer(groups, torch.optim.AdamW, lr=0.1)
+    for step in range(2):  # the second time the options have been seen
+        opt.backward(model.a.sum())
+        if step == 1:
+            kept = opt.param_groups[1][key]
+            opt.param_groups[1][key] = value
+            text = message_of(ValueError, opt.step)
+            check_words(text, ["group 1", key, "expected", repr(value)])
+            opt.param_groups[1][key] = kept
+        opt.step()
+        opt.zero_grad()
+    torch.testing.assert_close(model.a.detach(), torch.full((5,), 0.7982), atol=1e-3, rtol=0.0)
+
+
+@stages
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_option_under_another_name_is_missed(world: int, stage: int) -> None:
+    for text in run_world(world, renamed_option, stage):
+        check_words(text, ["group 0", "average"])
+
+
+def renamed_option(rank: int, world: int, stage: int) -> str:
+    model = model_ab()
+    opt = build(model, 0.0, stage=stage)
+    one_step(opt, model, {"a": 1.0})
+    group = opt.param_groups[0]
+    group["renamed"] = group.pop("average")
+    opt.backward(model.a.sum())
+    return message_of(ValueError, opt.step)

@@ -58,6 +58,12 @@ SPOKEN = {
     Action.UNSCALE: "GradScaler.unscale_()",
     Action.CLEAR: "zero_grad()",
 }
+# What Message.detail holds, where that is the caller's.
+ARGUMENTS = {
+    Action.GRAD_NORM: ("p",),
+    Action.CLIP: ("max_norm", "norm_type"),
+    Action.FULL_GRAD: ("parameter number",),
+}
 # Message.trouble: an error to report; gradients of a window that another rank has given up; the
 # loss scale has overflowed at its minimum.
 COMPLAINT, LOST, EXHAUSTED = 1, 2, 3
@@ -318,10 +324,16 @@ def first_difference(messages: Sequence[Message], names: Sequence[int]) -> str |
             return out_of_step(first_rank, first, rank, m)
         if m.action is first.action is not Action.ROUND and m.detail != first.detail:
             return (
-                f"{SPOKEN[m.action]} was called with {first.detail} on rank {first_rank} but with "
-                f"{m.detail} on rank {rank}; pass the same arguments on every rank"
+                f"{SPOKEN[m.action]} was called with {arguments(first)} on rank {first_rank} but "
+                f"with {arguments(m)} on rank {rank}; pass the same arguments on every rank"
             )
     return None
+
+
+def arguments(m: Message) -> str:
+    names = ARGUMENTS.get(m.action, ())
+    named = [f"{name} = {value:g}" for name, value in zip(names, m.detail, strict=False)]
+    return ", ".join(named) or str(m.detail)
 
 
 def out_of_step(rank_a: int, a: Message, rank_b: int, b: Message) -> str:
