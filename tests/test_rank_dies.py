@@ -10,11 +10,12 @@ import time
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from models import mixed, two_heads
 from play import make
 from scenario import Turn
-from world import LATE_SECONDS, RankFailure, check_words, run_world
+from world import LATE_SECONDS, RankFailure, check_words, message_of, run_world
 
 from dynzero._C import Transport
 
@@ -122,3 +123,34 @@ def test_a_missing_rank_is_named_within_the_timeout() -> None:
     (waited, left), _ = run_world(2, seconds_until_named)
     assert left == 0.0
     assert 3.0 < waited < BRIEF.total_seconds() + LATE_SECONDS
+
+
+def build_without_one(rank: int, world: int) -> tuple[str, str]:
+    """The last rank builds no optimizer; nor may it with something that is no group."""
+    group = dist.new_group(timeout=BRIEF)
+    text = message_of(TypeError, make, SCENARIO, SCENARIO.model(), process_group="nope")
+    if rank < world - 1:
+        missed = message_of(RuntimeError, make, SCENARIO, SCENARIO.model(), process_group=group)
+    else:
+        missed = ""
+    dist.barrier()
+    return text, missed
+
+
+def test_a_rank_that_builds_no_optimizer_is_named() -> None:
+    for rank, (text, missed) in enumerate(run_world(3, build_without_one)):
+        check_words(text, ["process_group", "new_group", "'nope'"])
+        if rank < 2:
+            check_words(missed, [f"rank {rank} waited at construction", "rank(s) [2]"])
+
+
+def out_of_memory(rank: int, world: int) -> str:
+    """What has nothing to do with other ranks does not accuse them."""
+    opt = make(SCENARIO, SCENARIO.model(), process_group=dist.new_group(timeout=BRIEF))
+    with pytest.raises(torch.OutOfMemoryError) as raised, opt._control.naming_ranks():
+        raise torch.OutOfMemoryError("no room")
+    return str(raised.value)
+
+
+def test_an_error_of_this_rank_names_no_other() -> None:
+    assert run_world(2, out_of_memory) == ["no room"] * 2

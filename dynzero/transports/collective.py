@@ -46,9 +46,7 @@ class Collective:
     def __init__(self, group: Any, control: Control, device: torch.device) -> None:
         backend = dist.get_backend(dist.group.WORLD if group is None else group)
         self.control = control
-        self.group = dist.new_group(
-            control.ranks, backend=backend, timeout=control.timeout, use_local_synchronization=True
-        )
+        self.group = control.new_group(backend)
         self.transport: Any = ops.collective_transport(self.group)
         self._not_reached = ops.TransportError
         self._connect(device)

@@ -157,6 +157,11 @@ class Control:
                 raise ValueError("process_group: torch.distributed is not initialised")
             return
         group = dist.group.WORLD if group is None else group
+        if not isinstance(group, (dist.ProcessGroup, type(dist.GroupMember.NON_GROUP_MEMBER))):
+            raise TypeError(
+                "process_group: expected None or a group of torch.distributed.new_group(), got "
+                f"{type(group).__name__} {group!r}"
+            )
         if dist.get_rank(group) < 0:
             raise ValueError(
                 f"process_group: rank {dist.get_rank()} is not a member; build the optimizer only "
@@ -170,10 +175,15 @@ class Control:
         self.naming = min(datetime.timedelta(seconds=NAMING_S), NAMING_SHARE * limit)
         self.timeout = limit - self.naming
         if self.world > 1:
-            self.group = dist.new_group(
-                self.ranks, backend="gloo", timeout=self.timeout, use_local_synchronization=True
-            )
+            self.group = self.new_group("gloo")
             self.board = local.open_board(self)
+
+    def new_group(self, backend: str) -> Any:
+        """Collective. A process group of the same ranks."""
+        with self.naming_ranks():
+            return dist.new_group(
+                self.ranks, backend=backend, timeout=self.timeout, use_local_synchronization=True
+            )
 
     def start(self, message: Message, bits: Tensor) -> Exchange:
         """Send this rank's message; `bits` uint8 [bytes] of the same length on every rank."""
@@ -214,6 +224,8 @@ class Control:
         """
         try:
             yield
+        except (NotImplementedError, torch.OutOfMemoryError):
+            raise  # RuntimeErrors that say nothing of other ranks
         except kind as cause:
             raise self.lost(cause) from cause
 
@@ -367,7 +379,8 @@ def missing_ranks(control: Control, naming_s: float) -> list[int]:
     """
     try:
         store = dist.distributed_c10d._get_default_store()
-        keys = [f"dynzero/{control.group.group_name}/{rank}" for rank in range(control.world)]
+        place = "construction" if control.group is None else control.group.group_name
+        keys = [f"dynzero/{place}/{rank}" for rank in control.ranks]
         store.set(keys[control.rank], "waiting")
         deadline = time.monotonic() + naming_s
         missing = list(range(control.world))
