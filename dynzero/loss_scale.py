@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import numbers
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 from .ops import MAX_SCALE, SCALE_FIELDS
+
+logger = logging.getLogger("dynzero")
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class ScaleState:
 
     def __init__(self, loss_scale: Any, device: torch.device) -> None:
         self.config = parse_loss_scale(loss_scale)
+        self.used = False  # a loss has been scaled, or that none has been was said
         self.told = 0  # overflows at the minimum that all ranks have raised
         self.options: list[float] = []
         init, hysteresis = 1.0, 1
@@ -84,6 +88,7 @@ class ScaleState:
 
     def multiply(self, loss: Any) -> Any:
         """`loss` (a tensor, or a list or tuple of them) times the scale, in float32 or wider."""
+        self.used = True
         if not self.scaling:
             return loss
         if type(loss) in (list, tuple):
@@ -96,6 +101,14 @@ class ScaleState:
         if isinstance(loss, Tensor):
             loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
         return loss * self.value.to(torch.float32)
+
+    def warn_unused(self) -> None:
+        """Once, at a step with gradients of losses that nobody has scaled."""
+        self.used = True
+        logger.warning(
+            "loss_scale is set, so that gradients are divided by it, but no loss has been "
+            "multiplied: call opt.backward(loss), or opt.scale(loss).backward()"
+        )
 
     @property
     def value(self) -> Tensor:

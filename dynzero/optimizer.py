@@ -175,6 +175,9 @@ class ZeroOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         local, agreed = presence.agree(self, Action.STEP, wrong=wrong)
+        unused = self._scale.scaling and not self._scale.used
+        if unused and (local.bits.any() or self._window.had.any()):
+            self._scale.warn_unused()
         with torch.no_grad():
             self._perform_step(local, agreed)
         return loss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from typing import Any, NamedTuple
 
@@ -391,3 +392,29 @@ def test_only_lists_and_tuples_of_losses_are_scaled(kind: Any) -> None:
     losses = kind(p.sum())
     check_words(message_of(TypeError, opt.scale, losses), ["loss", type(losses).__name__])
     assert [float(loss) for loss in opt.scale((p.detach().sum(), 2.0))] == [24.0, 16.0]
+
+
+def warnings_of(rank: int, world: int, stage: int, scaled: bool) -> list[str]:
+    """Of three steps, the first without gradients; rank 1 has none at all."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dynzero").addHandler(handler)
+    p = torch.nn.Parameter(torch.ones(3))
+    opt = dynzero.ZeroOptimizer([p], torch.optim.SGD, lr=1.0, stage=stage, loss_scale=8.0)
+    for step in range(3):
+        if step > 0 and rank == 0:
+            (opt.scale(p.sum()) if scaled else p.sum()).backward()
+        opt.step()
+        opt.zero_grad()
+    logging.getLogger("dynzero").removeHandler(handler)
+    return told
+
+
+@stages
+@pytest.mark.parametrize("world", [1, 2])
+def test_losses_that_are_never_scaled_are_noticed(world: int, stage: int) -> None:
+    first, *others = run_world(world, warnings_of, stage, False)
+    assert len(first) == 1 and "opt.scale(loss).backward()" in first[0]
+    assert others == [[]] * (world - 1)
+    assert run_world(world, warnings_of, stage, True) == [[]] * world

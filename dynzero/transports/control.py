@@ -157,7 +157,8 @@ class Control:
                 raise ValueError("process_group: torch.distributed is not initialised")
             return
         group = dist.group.WORLD if group is None else group
-        if not isinstance(group, (dist.ProcessGroup, type(dist.GroupMember.NON_GROUP_MEMBER))):
+        kinds: Any = (dist.ProcessGroup, int)  # the latter where this rank is no member
+        if not isinstance(group, kinds):
             raise TypeError(
                 "process_group: expected None or a group of torch.distributed.new_group(), got "
                 f"{type(group).__name__} {group!r}"
