@@ -54,7 +54,7 @@ void GradStore::keep(int64_t param, at::Tensor grad) {
   const auto place = static_cast<size_t>(param);
   const std::lock_guard<std::mutex> lock(mutex_);
   if (place >= grads_.size()) grads_.resize(std::max(place + 1, 2 * grads_.size()));
-  grads_[place] = std::move(grad);
+  std::swap(grads_[place], grad);  // what was there is freed with the argument, after the lock
 }
 
 at::Tensor GradStore::get(int64_t param) const {

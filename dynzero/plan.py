@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .layout import Layout, shard_dtype
 from .ops import ops
-from .streams import raw_stream
+from .streams import outlive_current_stream
 from .table import COLUMNS, Table, make_table
 
 
@@ -95,12 +95,7 @@ class Plan:
 
     def outlive_stream(self) -> Plan:
         """It may be dropped while kernels on a stream that has not allocated it still read it."""
-        rows = self.table.rows
-        if rows.is_cuda:
-            stream = raw_stream(rows.get_device())
-            if stream not in self._streams:
-                self._streams.add(stream)
-                rows.record_stream(torch.cuda.current_stream(rows.device))
+        outlive_current_stream(self.table.rows, self._streams)
         return self
 
     def to(self, device: torch.device) -> Plan:

@@ -24,6 +24,7 @@ from .layout import (
 from .loss_scale import ScaleState
 from .ops import STATUS_FIELDS, ops
 from .plan import Bucket, Plan
+from .streams import outlive_current_stream
 from .transports.collective import Collective
 
 
@@ -178,12 +179,13 @@ class Reader:
 
 
 class Uploaded:
-    """The copy on the device of a table that seldom changes."""
+    """The copy on the device of a table that seldom changes; for all streams."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._host: Tensor | None = None
         self._there: Tensor | None = None
+        self._streams: set[int] = set()
 
     def holds(self, host: Tensor) -> bool:
         return self._host is not None and same(self._host, host)
@@ -191,6 +193,8 @@ class Uploaded:
     def of(self, host: Tensor) -> Tensor:
         if self._there is None or not self.holds(host):
             self._host, self._there = host, upload(host, self.device)
+            self._streams.clear()
+        outlive_current_stream(self._there, self._streams)
         return self._there
 
 

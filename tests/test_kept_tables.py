@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from gpus import needs_gpus
 from play import stages, worlds
 from scenario import Parameters
 from torch import nn
 from world import message_of, rank_device, run_world
 
 import dynzero
+from dynzero.reduced import Uploaded
 
 
 def fill(group: dict[str, Any], value: float) -> None:
@@ -97,3 +99,24 @@ def test_a_window_grows_after_its_last_reduction(world: int, backend: str) -> No
     for a, b in run_world(world, grown_in_a_window, backend=backend):
         assert torch.equal(a, torch.full((9,), 1 - 1.5))
         assert torch.equal(b, torch.ones(3))
+
+
+@pytest.mark.cuda
+@needs_gpus(1)
+def test_a_table_is_not_used_again_while_another_stream_reads_it() -> None:
+    device = torch.device("cuda")
+    uploaded = Uploaded(device)
+    first, second = torch.arange(100_000), torch.arange(100_000) + 7
+    there = uploaded.of(first)
+    address = there.data_ptr()
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)  # cycles
+        read = uploaded.of(first).clone()
+    del there
+    uploaded.of(second)
+    others = [torch.full_like(second, -1, device=device) for _ in range(3)]
+    assert address not in [other.data_ptr() for other in others]
+    torch.cuda.synchronize()
+    assert torch.equal(read.cpu(), first)
