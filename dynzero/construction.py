@@ -271,10 +271,21 @@ def checked_spec(
 
 def are_numbers(value: Any, count: int) -> bool:
     try:
-        numbers = [float(part) for part in ((value,) if count == 1 else value)]
+        parts = (value,) if count == 1 else tuple(value)
+    except TypeError:
+        return False
+    return len(parts) == count and all(map(is_number, parts))
+
+
+def is_number(value: Any) -> bool:
+    """Also a tensor of one element, which is not read: that might wait for a device."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    try:
+        float(value)
     except (TypeError, ValueError):
         return False
-    return len(numbers) == count
+    return True
 
 
 def build_shard(opt: ZeroOptimizer) -> Shard:

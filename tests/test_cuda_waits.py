@@ -27,6 +27,7 @@ WAITING = {
 ADAMW = (torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1})
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": ADAMW,
+    "rate on the GPU": ADAMW,
     "momentum": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}),
     "lion": (dynzero.Lion, {"lr": 1e-3}),
     # A dynamic scale needs the check, after which torch's class has to wait for its outcome.
@@ -67,6 +68,8 @@ def build(stage: int, kind: str) -> tuple[nn.Module, dynzero.ZeroOptimizer]:
     groups: list[dict[str, Any]] = [{"params": model[name].parameters()} for name in "abcd"]
     if kind == "momentum":
         groups[1]["momentum"] = 0.0  # so that each step is a first one for this group
+    if kind == "rate on the GPU":  # looked at in each step, as it may be another
+        options = options | {"lr": torch.tensor(1e-3, device=rank_device())}
     options = {"loss_scale": dynzero.LossScale(init=8.0), **options}
     opt = dynzero.ZeroOptimizer(
         groups, cls, stage=stage, max_grad_norm=1.0, bucket_bytes=100_000, **options
