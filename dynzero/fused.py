@@ -152,7 +152,7 @@ def check_elementwise(cls: type[Optimizer], kwargs: dict[str, Any]) -> dict[str,
                 f"closure ({type(cause).__name__}: {cause}); use an elementwise torch.optim class"
             ) from cause
         together = torch.cat([p for p, _ in parts]).view(4, 6)
-        if not torch.allclose(whole, together, rtol=1e-9, atol=1e-12):
+        if not torch.allclose(whole, together, rtol=1e-9, atol=1e-12, equal_nan=True):
             raise ValueError(
                 f"optimizer_class: {cls.__name__} is not elementwise: an element's update depends "
                 "on other elements or on the parameter's shape, so it cannot run on pieces; use an "

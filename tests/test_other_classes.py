@@ -204,3 +204,23 @@ def test_zeros_are_zeros_after_torch_has_written_to_them(
     for trained in run_world(world, with_zeros, stage, average):
         for name, p in model.named_parameters():
             assert_same_bits(trained.get_parameter(name).detach(), p.detach(), name)
+
+
+class Hyperbolic(torch.optim.SGD):
+    """The update is tanh of the gradient, computed in a way that overflows for large ones."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    up, down = p.grad.exp(), (-p.grad).exp()
+                    p.sub_(group["lr"] * (up - down) / (up + down))
+
+
+def test_a_class_may_overflow_where_gradients_are_large() -> None:
+    p = torch.nn.Parameter(torch.zeros(3))
+    opt = dynzero.ZeroOptimizer([p], Hyperbolic, lr=1.0)
+    opt.backward(p.sum())
+    opt.step()
+    torch.testing.assert_close(p.detach(), -torch.ones(3).tanh())
